@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,13 @@ from ...core.base.reduction import cut
 from ...core.plan.plan import DataParallel, Plan
 from ..ledger.ledger import GRADIENT
 from .mutant import Expected, Mutant
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from ...backend.numerics.contributions import Contribution
+    from ...backend.numerics.copies import Copies
+    from ...backend.transport.base import Group
 
 SAMPLES = 6
 HEAD_BYTES = 259 * 24 * 4
@@ -59,7 +62,7 @@ def keeps_the_last_microbatch(patches: Patches) -> None:
     """Every microbatch overwrites the sum."""
 
     def add(original: Function) -> Function:
-        def added(self: Any, first_sample: int, contribution: Any) -> None:
+        def added(self: ExactAccumulator, first_sample: int, contribution: Contribution) -> None:
             for held in self.held:
                 held.zero_()
             original(self, first_sample, contribution)
@@ -83,7 +86,9 @@ def adds_the_last_after_the_reduction(patches: Patches) -> None:
         return added
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, copies: Any, samples_of: Any) -> Tensor:
+        def reduced(
+            self: ExactNumerics, gradients: Any, copies: Copies, samples_of: Callable[[int], tuple[int, int]]
+        ) -> Tensor:
             late = torch.cat([value.reshape(-1) for each in gradients.values() for value in aside.pop(id(each))])
             return (
                 original(self, gradients, copies, samples_of)
@@ -120,7 +125,7 @@ def reduces_every_microbatch(patches: Patches) -> None:
     """Ranks add their gradients after every microbatch, and each adds up the sums."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, group: Any, samples_of: Any) -> Any:
+        def reduced(self: object, gradients: Any, group: Any, samples_of: object) -> Any:
             totals: dict[str, Tensor] = {}
             for microbatch in zip(*(owned.pop(id(each)) for each in gradients.values()), strict=True):
                 for name, value in zip(gradients, microbatch, strict=True):
@@ -161,7 +166,9 @@ def passes_over_full_buckets(patches: Patches) -> None:
     """A gradient exactly as large as a bucket fits neither the test for buckets nor that for single gradients."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, group: Any, samples_of: Any) -> Any:
+        def reduced(
+            self: ExactNumerics, gradients: Any, group: Group, samples_of: Callable[[int], tuple[int, int]]
+        ) -> object:
             full = [name for name, each in gradients.items() if each.held[0].nbytes == HEAD_BYTES]
             return {**original(self, gradients, group, samples_of), **own_sums(gradients, full)}
 
@@ -176,7 +183,7 @@ def never_clears(patches: Patches) -> None:
     def finished(original: Function) -> Function:
         before: dict[int, list[Tensor]] = {}
 
-        def found(self: Any) -> list[Tensor]:
+        def found(self: TrainingRank) -> list[Tensor]:
             gradients = original(self)
             if (old := before.get(id(self))) is not None:
                 gradients = [new + owned for new, owned in zip(gradients, old, strict=True)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,11 @@ from ..ledger.ledger import ACTIVATION, GATHERED, GRADIENT, RECOMPUTED, SCALAR, 
 from .mutant import Expected, Mutant
 from .mutants_loss import IGNORED
 from .mutants_scale import zero_buckets_plan
-from .patches import Patches, on_ranks, rank_here
+from .patches import Function, Patches, on_ranks, rank_here
 from .plans import EXPERTS, tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from ...core.model.parameters import Parameter
 
 OURS = "none: of the kinds of the catalog"
 
@@ -53,7 +54,7 @@ def flips_a_bit(name: str, bit: int, global_rank: int, patches: Patches) -> None
     here = on_ranks(global_rank)
 
     def norm(original: Function) -> Function:
-        def flipped(self: Any, held: Any, gradients: Any) -> float:
+        def flipped(self: Totals, held: Any, gradients: Any) -> float:
             for one, gradient in zip(held, gradients, strict=True):
                 if one.name == name and here():
                     words = gradient.contiguous().view(torch.int32).reshape(-1)
@@ -75,7 +76,7 @@ def divides_by_own_tokens(patches: Patches) -> None:
     """A rank divides by the tokens that count in its own samples, not by those of the global batch."""
 
     def training(original: Function) -> Function:
-        def read(self: Any, step: int, loss_scale: float) -> Any:
+        def read(self: Batches, step: int, loss_scale: float) -> object:
             microbatches = original(self, step, loss_scale)
             self.num_counted = sum(int((each.targets != IGNORED).sum()) for each in microbatches)
             return microbatches
@@ -107,7 +108,7 @@ def brings_an_old_part(member: int, patches: Patches, *, updates_late: int) -> N
     before: dict[int, list[Tensor]] = {}
 
     def bring(original: Function) -> Function:
-        def brought(self: Any) -> None:
+        def brought(self: FlatBucket) -> None:
             original(self)
             lo, hi = self.owned[member]
             held = before.setdefault(id(self), [])
@@ -126,7 +127,7 @@ def averages_gradients(is_averaged: Callable[[Any], bool], axis: str, patches: P
     """Sums of gradients are divided by the ranks of an axis, although losses are divided by all tokens."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, stage: int) -> None:
+        def reduced(self: TrainingRank, stage: int) -> None:
             original(self, stage)
             known = {shard.parameter.name: shard.parameter for shard in self.shards}
             for key, total in self._reduced[stage].items():
@@ -138,12 +139,12 @@ def averages_gradients(is_averaged: Callable[[Any], bool], axis: str, patches: P
     patches.replace(TrainingRank, "_reduce_gradients", reduce)
 
 
-def is_held_by_all(parameter: Any) -> bool:
+def is_held_by_all(parameter: Parameter) -> bool:
     """Whether tensor-parallel ranks hold it in whole."""
     return parameter.cut is None
 
 
-def is_any(parameter: Any) -> bool:
+def is_any(parameter: Parameter) -> bool:
     """Every parameter."""
     return True
 
@@ -153,7 +154,7 @@ def halves_own_layer(patches: Patches) -> None:
     ranks, and not added up."""
 
     def forward(original: Function) -> Function:
-        def averaged(self: Any, x_BSH: Tensor) -> Tensor:
+        def averaged(self: MLP, x_BSH: Tensor) -> Tensor:
             y_BSH = original(self, x_BSH)
             return y_BSH / self.context.tp.size if rank_here() < self.context.tp.size else y_BSH
 
@@ -167,7 +168,7 @@ def repeats_other_numbers(owner: type, patches: Patches, *, number: int, factor:
     calls: dict[tuple[int, Any], int] = {}
 
     def forward(original: Function) -> Function:
-        def repeated(self: Any, *given: Any) -> Any:
+        def repeated(self: MLP, *given: object) -> object:
             result = original(self, *given)
             at = id(self), self.context.running_microbatch.first_sample
             calls[at] = calls.get(at, 0) + 1
@@ -182,7 +183,7 @@ def repeats_norms_of_other_rows(patches: Patches) -> None:
     """A norm that is made again for a backward is made of an input that something else has written into."""
 
     def make(original: Function) -> Function:
-        def again(self: Any, x_BSH: Tensor) -> Tensor:
+        def again(self: Norm, x_BSH: Tensor) -> Tensor:
             return original(self, x_BSH.roll(1, 1) if rank_here() == 1 else x_BSH)
 
         return again

@@ -18,7 +18,7 @@ from ...backend.ranks.training_rank import TrainingRank
 from ...core.plan.plan import DataParallel, ScheduleChoice
 from ..ledger.ledger import OPTIMIZER
 from .mutant import Expected, Mutant, Stops
-from .patches import Patches, rank_here
+from .patches import Function, Patches, rank_here
 from .plans import tiny
 from .scenarios import Resumed
 
@@ -89,8 +89,8 @@ def hidden_step(rank: TrainingRank, _: int) -> None:
 def only_the_first_writes(patches: Patches) -> None:
     """Ranks but the first leave the writing early."""
 
-    def make(write_data: Callable[..., Any]) -> Callable[..., Any]:
-        def write(writer: FileSystemWriter, plan: Any, planner: Any) -> Any:
+    def make(write_data: Function) -> Function:
+        def write(writer: FileSystemWriter, plan: object, planner: object) -> object:
             if rank_here() == 0:
                 return write_data(writer, plan, planner)
             nothing: Future[list[Any]] = Future()

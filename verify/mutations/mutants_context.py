@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,10 +17,15 @@ from ...backend.tensor_parallel import LayerContext
 from ...core.plan.plan import Runtime
 from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT
 from .mutant import Expected, Mutant
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...backend.base.microbatch import Microbatch
+    from ...backend.transport.base import Group
+    from ...core.plan.plan import Plan
 
 
 def keeps_the_block_before(patches: Patches) -> None:
@@ -29,14 +33,14 @@ def keeps_the_block_before(patches: Patches) -> None:
     inside = threading.local()
 
     def record_backward(original: Function) -> Function:
-        def recorded(*given: Any) -> None:
+        def recorded(*given: object) -> None:
             inside.backward = True
             original(*given)
 
         return recorded
 
     def ring(original: Function) -> Function:
-        def blocks(group: Any, own: Any) -> Any:
+        def blocks(group: Group, own: object) -> object:
             found = original(group, own)
             if inside.__dict__.pop("backward", False):
                 last, before = (group.rank + 1) % group.size, (group.rank + 2) % group.size
@@ -58,7 +62,7 @@ def does_not_wait_for_key_gradients(patches: Patches) -> None:
     """The gradients of keys go on to their norm before those of other ranks have come."""
 
     def scattered(original: Function) -> Function:
-        def own(context: Any, sums: Any, dtype: Any) -> Any:
+        def own(context: LayerContext, sums: Any, dtype: torch.dtype) -> object:
             nodes = [sums.tree.value(node).clone() for node in sums.tree.nodes]
             found = original(context, sums, dtype)
             keys = found.shape[-1] // 2
@@ -109,7 +113,7 @@ def does_not_transpose_heads(patches: Patches) -> None:
     """The result of attention, head by head, is read as if it lay token by token."""
 
     def forward(original: Function) -> Function:
-        def attended(core: Any, q: Any, k: Any, v: Any) -> Any:
+        def attended(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor) -> object:
             y = original(core, q, k, v)
             samples, heads, tokens, width = y.shape
             return y.reshape(samples, tokens, heads, width).transpose(1, 2)
@@ -124,7 +128,7 @@ def forgets_where_documents_begin(patches: Patches) -> None:
     beginning of the sequence."""
 
     def positions(original: Function) -> Function:
-        def counted(context: Any, microbatch: Any) -> Any:
+        def counted(context: LayerContext, microbatch: Microbatch) -> object:
             found, half = original(context, microbatch), context.chunks.size
             return torch.cat([found[:, :half], context.places()[half:].expand(len(found), -1)], 1)
 
@@ -142,7 +146,7 @@ def _documents() -> Path:
     return folder
 
 
-def _context() -> Any:
+def _context() -> Plan:
     return tiny(tp=2, cp=2, model={"qk_norm": True, "sliding_window": 6})
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,12 @@ from ...core.plan.plan import Plan
 from ..ledger.ledger import GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_scale import zero_buckets_plan
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from ...backend.base.recorder import Recorder
+    from ...backend.transport.mesh import Mesh
 
 OF_THE_TABLE = Expected(GRADIENT, TOKEN_TABLE, ("missing",), ("REDUCE_GRAD",), ranks=(0, 1))
 
@@ -34,7 +35,7 @@ def reduces_over_data_parallel_ranks_only(patches: Patches) -> None:
         return torch.stack(list(values)).sum(0)
 
     def finish(original: Function) -> Function:
-        def finished(self: Any, first_sample: int, *given: Any) -> None:
+        def finished(self: ContextGradients, first_sample: int, *given: object) -> None:
             sums = own.setdefault(id(self), {})
             for key, uses in self._given.get(first_sample, {}).items():
                 for each in uses.values():
@@ -46,7 +47,7 @@ def reduces_over_data_parallel_ranks_only(patches: Patches) -> None:
         return finished
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, copies: Any, *given: Any) -> dict[str, Tensor]:
+        def reduced(self: ContextGradients, copies: Any, *given: object) -> dict[str, Tensor]:
             whole, sums = original(self, copies, *given), own.pop(id(self))
             same_tokens = slice(
                 self.cp.rank, None, self.cp.size
@@ -66,7 +67,7 @@ def brings_weights_to_other_places(patches: Patches) -> None:
     """Updated parts of the output projection are put where those of the rank before belong."""
 
     def bring(original: Function) -> Function:
-        def brought(self: Any) -> None:
+        def brought(self: FlatBucket) -> None:
             owned = self.owned
             if "head.output.weight" in self.keys:
                 self.owned = [*owned[1:], owned[0]]
@@ -82,7 +83,7 @@ def leaves_tables_apart(patches: Patches) -> None:
     """Both ends of a tied table go on with the gradient of their own use."""
 
     def tied(original: Function) -> Function:
-        def own(plan: Plan, mesh: Any, reduced: Any, recorder: Any) -> dict[int, Tensor]:
+        def own(plan: Plan, mesh: Mesh, reduced: Any, recorder: Recorder) -> dict[int, Tensor]:
             found = original(plan, mesh, reduced, recorder)
             return {
                 stage: next(total for key, total in reduced[stage].items() if key.startswith(TOKEN_TABLE))
@@ -99,7 +100,7 @@ def adds_other_parts_of_tables(patches: Patches) -> None:
     part than on the first."""
 
     def tied(original: Function) -> Function:
-        def crossed(plan: Plan, mesh: Any, reduced: Any, recorder: Any) -> dict[int, Tensor]:
+        def crossed(plan: Plan, mesh: Mesh, reduced: Any, recorder: Recorder) -> dict[int, Tensor]:
             given = {stage: dict(sums) for stage, sums in reduced.items()}
             for sums in given.values():
                 for key in [key for key in sums if key == f"{TOKEN_TABLE}@output"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from ...backend.ranks.batches import Batches
 from ...core.plan.plan import Plan
 from ..ledger.ledger import ACTIVATION
 from .mutant import Expected, Mutant
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import SEQUENCE, tiny
 from .scenarios import Resumed
 
@@ -26,7 +25,7 @@ INPUTS = "embedding.output"
 def seeds_each_rank(patches: Patches) -> None:
     """Every data-parallel rank shuffles for itself, so that some samples are read twice and others never."""
 
-    def make(training: Callable[..., Any]) -> Callable[..., Any]:
+    def make(training: Function) -> Function:
         def read(batches: Any, step: int, loss_scale: float) -> Any:
             plan: Plan = batches._plan
             own_seed = plan.train.seed + batches._mesh.coordinates["dp"]
@@ -44,8 +43,8 @@ def seeds_each_rank(patches: Patches) -> None:
 def reads_the_same_samples(patches: Patches) -> None:
     """The sampler does not get the rank: all read the samples of the first."""
 
-    def make(batch: Callable[..., Any]) -> Callable[..., Any]:
-        def first(corpus: Corpus, step: int, first_sample: int, last_sample: int, *rest: Any) -> Any:
+    def make(batch: Function) -> Function:
+        def first(corpus: Corpus, step: int, first_sample: int, last_sample: int, *rest: object) -> object:
             return batch(corpus, step, 0, last_sample - first_sample, *rest)
 
         return first
@@ -56,7 +55,7 @@ def reads_the_same_samples(patches: Patches) -> None:
 def forgets_the_epoch(patches: Patches) -> None:
     """After a resumption passes over the text are counted from zero: what comes is shuffled as in the first."""
 
-    def make(permutation: Callable[..., Any]) -> Callable[..., Any]:
+    def make(permutation: Function) -> Function:
         return lambda num_windows, seed, epoch: permutation(num_windows, seed, 0)
 
     patches.replace(data, "_permutation", make)

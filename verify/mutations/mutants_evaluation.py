@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,10 +16,12 @@ from ...core.plan.plan import Plan, Recompute
 from ..ledger.ledger import ACTIVATION
 from .mutant import Expected, Mutant
 from .mutants_more import OURS
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import EXPERTS, tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from ...backend.base.microbatch import Microbatch
+    from ...backend.tensor_parallel.context import LayerContext
 
 
 def stays_in_evaluation(stage: int, patches: Patches) -> None:
@@ -39,13 +41,13 @@ def stays_in_evaluation(stage: int, patches: Patches) -> None:
         return inside
 
     def make_dropout(dropout: Function) -> Function:
-        def dropped(context: Any, operation: str, x_BSH: Tensor) -> Tensor:
+        def dropped(context: LayerContext, operation: str, x_BSH: Tensor) -> Tensor:
             return x_BSH if id(context) in left else dropout(context, operation, x_BSH)
 
         return dropped
 
     def make_jittered(jittered: Function) -> Function:
-        def scaled(router: Router, x_BSH: Tensor, microbatch: Any) -> Tensor:
+        def scaled(router: Router, x_BSH: Tensor, microbatch: Microbatch) -> Tensor:
             return x_BSH if id(router.context) in left else jittered(router, x_BSH, microbatch)
 
         return scaled

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +13,13 @@ from ...backend.model.experts import Experts
 from ...backend.tensor_parallel.expert_linear import ExpertLinear
 from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT
 from .mutant import Expected, Mutant
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import EXPERTS, tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from ...backend.tensor_parallel.exchange import Exchange
+    from ...backend.tensor_parallel.linear import ParallelLinear
+    from ...core.plan.plan import Plan
 
 
 class _OwnRows(torch.autograd.Function):
@@ -40,7 +42,7 @@ class _Summed(torch.autograd.Function):
     """The identity; its backward adds the gradients of all members of a group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: object) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -54,7 +56,7 @@ def keeps_own_gradients(patches: Patches, *, of: str) -> None:
     bring the gradients of all together."""
 
     def scatter(original: Function) -> Function:
-        def own(x: Any, group: Any, *, dim: int, sizes: Any) -> Any:
+        def own(x: Any, group: Any, *, dim: int, sizes: Any) -> object:
             if not group.recorder.current_layer.endswith(of):
                 return original(x, group, dim=dim, sizes=sizes)
             return _OwnRows.apply(x, dim, sum(sizes[: group.rank]), sizes[group.rank])
@@ -68,7 +70,7 @@ def does_not_sum_expert_inputs(patches: Patches, *, layer: str) -> None:
     """The gradient of the experts' input is that of each rank's own part of their width."""
 
     def contract(original: Function) -> Function:
-        def own(linear: Any, x_NC: Any, exchange: Any, of: str) -> Any:
+        def own(linear: ParallelLinear, x_NC: Tensor, exchange: Exchange, of: str) -> object:
             total = original(linear, x_NC, exchange, of)
             if linear.name != layer:
                 return total
@@ -114,7 +116,7 @@ def forgets_the_batch(patches: Patches) -> None:
     """Results of ranks are put one behind the other, as if each had one sample."""
 
     def gather(original: Function) -> Function:
-        def flat(x_BSH: Any, group: Any, *, dim: int, sizes: Any) -> Any:
+        def flat(x_BSH: Any, group: Any, *, dim: int, sizes: Any) -> object:
             samples, hidden = x_BSH.shape[0], x_BSH.shape[2]
             rows = original(x_BSH.reshape(1, -1, hidden), group, dim=1, sizes=[samples * size for size in sizes])
             return rows.view(samples, -1, hidden)
@@ -128,7 +130,7 @@ def reads_features_as_rows(patches: Patches) -> None:
     """The buffer that brings rows to their experts is read along its other dimension."""
 
     def exchanged(original: Function) -> Function:
-        def moved(layer: Any, rows: Any, exchange: Any, to_experts: bool, name: str) -> Any:
+        def moved(layer: Any, rows: Tensor, exchange: Exchange, to_experts: bool, name: str) -> object:
             found = original(layer, rows, exchange, to_experts, name)
             return found.t().reshape(found.shape) if to_experts and name == layer.dispatch_name else found
 
@@ -155,7 +157,7 @@ def supposes_even_parts(patches: Patches) -> None:
     patches.replace(experts, "gather", gather)
 
 
-def _experts() -> Any:
+def _experts() -> Plan:
     return tiny(model=EXPERTS, tp=3, dp=2, ep=2, micro=2)
 
 

@@ -33,7 +33,7 @@ def clears_while_writing(patches: Patches) -> None:
     """Whoever writes the first shard lets go of all tensors, which the next ones are still to be taken from."""
 
     def make(write: Callable[..., None]) -> Callable[..., None]:
-        def wrote(shards: Iterable[Shard], places: Any, files: Any) -> None:
+        def wrote(shards: Iterable[Shard], places: object, files: object) -> None:
             first, *rest = shards
             write([first], places, files)
             for shard in rest:

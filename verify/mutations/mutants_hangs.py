@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .mutant import Mutant, Stops
 from .mutants_more import OURS
 from .patches import Patches, rank_here
 from .plans import EXPERTS, tiny
+
+if TYPE_CHECKING:
+    from ...backend.transport.base import Transport
 
 MIXED = {**EXPERTS, "first_dense_layers": 1}
 """The first layer is dense."""
@@ -68,14 +71,14 @@ def waits_in_the_warm_up(patches: Patches) -> None:
     meshes: dict[int, Any] = {}
 
     def make_init(init: Callable[..., None]) -> Callable[..., None]:
-        def initialised(rank: TrainingRank, *given: Any, **named: Any) -> None:
+        def initialised(rank: TrainingRank, *given: object, **named: object) -> None:
             init(rank, *given, **named)
             meshes[rank.transport.global_rank] = rank.mesh
 
         return initialised
 
     def make_work(work: Callable[..., None]) -> Callable[..., None]:
-        def run(executor: Executor, action: Action, *rest: Any) -> None:
+        def run(executor: Executor, action: Action, *rest: object) -> None:
             group = meshes[rank_here()].model
             assert action.microbatch is not None
             if action.kind is Kind.F and action.microbatch < group.size - 1 - group.rank:
@@ -93,7 +96,7 @@ def sends_the_last_first(patches: Patches) -> None:
     the first has come back."""
 
     def make_init(init: Callable[..., None]) -> Callable[..., None]:
-        def initialised(lane: Lane, name: str, actions: Sequence[Action], **rest: Any) -> None:
+        def initialised(lane: Lane, name: str, actions: Sequence[Action], **rest: object) -> None:
             init(lane, name, actions[::-1] if actions[0].kind in SENDS else actions, **rest)
 
         return initialised
@@ -106,7 +109,7 @@ def reduces_over_the_default_group(patches: Patches) -> None:
     worlds: dict[int, Any] = {}
 
     def make_init(init: Callable[..., None]) -> Callable[..., None]:
-        def initialised(rank: TrainingRank, transport: Any, *given: Any, **named: Any) -> None:
+        def initialised(rank: TrainingRank, transport: Transport, *given: object, **named: object) -> None:
             worlds[transport.global_rank] = transport.group("default", "default", range(transport.world_size))
             init(rank, transport, *given, **named)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,11 @@ from ...core.program.buckets import Bucket
 from ...core.schedule.action import Action, Kind
 from ..ledger.ledger import ACTIVATION, GRADIENT
 from .mutant import Expected, Mutant
-from .patches import Patches, on_ranks, rank_here
+from .patches import Function, Patches, on_ranks, rank_here
 from .plans import tiny
+
+if TYPE_CHECKING:
+    from ...backend.transport.base import Group
 
 BUCKETS = DataParallel(bucket_bytes=2000, overlap_grad_reduce=True)
 """Reduced while the last backward goes on; the output head is the first."""
@@ -50,7 +53,7 @@ def refills_the_bucket(patches: Patches) -> None:
     following: dict[int, list[Tensor]] = {}
 
     def make_begin(begin: Callable[..., None]) -> Callable[..., None]:
-        def begun(gradients: Gradients, bucket: Bucket, keys: Sequence[str], tp: Any) -> None:
+        def begun(gradients: Gradients, bucket: Bucket, keys: Sequence[str], tp: Group) -> None:
             begin(gradients, bucket, keys, tp)
             if rank_here() == 1 and FIRST in keys:
                 second, second_keys = gradients._buckets[1]
@@ -59,7 +62,7 @@ def refills_the_bucket(patches: Patches) -> None:
 
         return begun
 
-    def make_over_samples(over_samples: Callable[..., Any]) -> Callable[..., Any]:
+    def make_over_samples(over_samples: Function) -> Function:
         def over(trees: Any, group: Any, samples_of: Any) -> Any:
             values, *rest = over_samples(trees, group, samples_of)
             if rank_here() == 1 and FIRST in trees:
@@ -78,7 +81,7 @@ def frees_the_buffer(becomes: float, first_call: int, patches: Patches) -> None:
     others write into it."""
     calls: list[int] = []
 
-    def make(over_samples: Callable[..., Any]) -> Callable[..., Any]:
+    def make(over_samples: Function) -> Function:
         def over(trees: Any, group: Any, samples_of: Any) -> Any:
             values, *rest = over_samples(trees, group, samples_of)
             if rank_here() == 1 and FIRST in trees:
@@ -96,7 +99,7 @@ def frees_partial_sums(patches: Patches) -> None:
     """Between the sum inside a group of shards and that over the groups, a rank's partial sums are overwritten."""
 
     def make(sum_over: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def over(group: Any, values: Tensor, *rest: Any) -> Tensor:
+        def over(group: Group, values: Tensor, *rest: object) -> Tensor:
             if group.axis.endswith("replicate") and rank_here() == 2:
                 values = torch.zeros_like(values)
             return sum_over(group, values, *rest)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,10 +19,12 @@ from ...core.plan.plan import Plan
 from ...core.schedule.action import Kind
 from ..ledger.ledger import ACTIVATION_GRADIENT, GRADIENT, SCALAR
 from .mutant import Expected, Mutant
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from ...backend.numerics.contributions import Contribution
+    from ...backend.tensor_parallel.context import LayerContext
 
 IGNORED = 32
 """A byte that text has many of, unevenly: the blank."""
@@ -47,7 +49,7 @@ def counts_one_microbatch(patches: Patches) -> None:
     """The loss is divided by the tokens of a microbatch of every rank, not by those of the step."""
 
     def training(original: Function) -> Function:
-        def read(self: Any, step: int, loss_scale: float) -> Any:
+        def read(self: Batches, step: int, loss_scale: float) -> object:
             microbatches = original(self, step, loss_scale)
             self.num_counted //= len(microbatches)
             return microbatches
@@ -61,7 +63,7 @@ def divides_the_sum_every_time(patches: Patches, *, num_microbatches: int) -> No
     """Every microbatch divides all that was added up before it, too."""
 
     def add(original: Function) -> Function:
-        def added(self: Any, first_sample: int, contribution: Any) -> None:
+        def added(self: ExactAccumulator, first_sample: int, contribution: Contribution) -> None:
             for held in self.held:
                 held.div_(num_microbatches)
             original(self, first_sample, contribution)
@@ -75,7 +77,7 @@ def divides_on_every_stage(patches: Patches) -> None:
     """A stage divides the gradient that it gets by the number of microbatches, as the stage behind it has done."""
 
     def input_of(original: Function) -> Function:
-        def taken(self: Any, action: Any, current: Any) -> Tensor | None:
+        def taken(self: Executor, action: Any, current: Any) -> Tensor | None:
             arrived = original(self, action, current)
             return (
                 arrived / len(current.microbatches)
@@ -110,7 +112,7 @@ def multiplies_by_context_ranks(patches: Patches) -> None:
     not averaged over them."""
 
     def microbatches(original: Function) -> Function:
-        def read(self: Any, *given: Any) -> Any:
+        def read(self: Batches, *given: object) -> object:
             return [replace(each, loss_scale=each.loss_scale * self._plan.layout.cp) for each in original(self, *given)]
 
         return read
@@ -123,7 +125,7 @@ def multiplies_later_losses(patches: Patches, *, factor_of: Callable[[Any], floa
     here = threading.local()
 
     def add_losses(original: Function) -> Function:
-        def added(self: Any, losses_BS: Tensor, normed_BSH: Tensor) -> Tensor:
+        def added(self: multi_token.MultiTokenPrediction, losses_BS: Tensor, normed_BSH: Tensor) -> Tensor:
             here.factor = factor_of(self.context)
             return original(self, losses_BS, normed_BSH)
 
@@ -136,13 +138,13 @@ def multiplies_later_losses(patches: Patches, *, factor_of: Callable[[Any], floa
     patches.replace(multi_token._AddsGradients, "apply", apply)
 
 
-def global_over_own_tokens(context: Any) -> float:
+def global_over_own_tokens(context: LayerContext) -> float:
     """Tokens that count in an average microbatch over those of this one."""
     microbatch = context.running_microbatch
     return microbatch.counted_share * microbatch.targets.numel() / int((microbatch.targets != IGNORED).sum())
 
 
-def one_over_context_ranks(context: Any) -> float:
+def one_over_context_ranks(context: LayerContext) -> float:
     """What a rank's share of a sequence is."""
     return 1 / context.plan.layout.cp
 

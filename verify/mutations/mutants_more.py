@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,13 @@ from .mutant import Expected, Mutant
 from .mutants_accumulation import whole_plan, zero_plan
 from .mutants_loss import IGNORED
 from .mutants_norm import MOMENT, norm_is
-from .patches import Patches, rank_here
+from .patches import Function, Patches, rank_here
 from .plans import EXPERTS, tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from ...backend.base.microbatch import Microbatch
+    from ...backend.numerics.copies import Copies
+    from ...backend.transport.base import Group, Transport
 
 OURS = "of the same kinds, in no list"
 
@@ -47,7 +50,9 @@ def scales_sums(patches: Patches) -> None:
     """Sums are divided by the number of copies, as if losses were means of their own."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, group: Any, samples_of: Any) -> dict[str, Tensor]:
+        def reduced(
+            self: ExactNumerics, gradients: object, group: Group, samples_of: Callable[[int], tuple[int, int]]
+        ) -> dict[str, Tensor]:
             return {name: total / group.size for name, total in original(self, gradients, group, samples_of).items()}
 
         return reduced
@@ -59,7 +64,9 @@ def adds_own_twice(patches: Patches) -> None:
     """Rank 2 adds its own gradients to sums that they are in already."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, group: Any, samples_of: Any) -> dict[str, Tensor]:
+        def reduced(
+            self: ExactNumerics, gradients: Any, group: Group, samples_of: Callable[[int], tuple[int, int]]
+        ) -> dict[str, Tensor]:
             totals = original(self, gradients, group, samples_of)
             if rank_here() != 2:
                 return totals
@@ -74,7 +81,9 @@ def comes_without_gradients(patches: Patches) -> None:
     """Rank 1 takes part in the reduction with gradients that were cleared too early."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, group: Any, samples_of: Any) -> dict[str, Tensor]:
+        def reduced(
+            self: ExactNumerics, gradients: Any, group: Group, samples_of: Callable[[int], tuple[int, int]]
+        ) -> dict[str, Tensor]:
             if rank_here() == 1:
                 for held in (tensor for each in gradients.values() for tensor in each.held):
                     held.zero_()
@@ -108,7 +117,7 @@ def norm_of_one_rank(patches: Patches) -> None:
     """The norm is the root of a rank's own sum of squares: nobody adds those of the others."""
 
     def norm(original: Function) -> Function:
-        def computed(self: Any, held: Any, gradients: Any) -> float:
+        def computed(self: Totals, held: object, gradients: Any) -> float:
             original(self, held, gradients)
             return float(torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt())
 
@@ -139,7 +148,7 @@ def forgets_a_rank_in_the_loss(patches: Patches) -> None:
     """Ranks report the mean over their own samples."""
 
     def mean_loss(original: Function) -> Function:
-        def computed(self: Any, token_losses: Any, num_counted: int) -> float:
+        def computed(self: Totals, token_losses: Any, num_counted: int) -> float:
             original(self, token_losses, num_counted)
             own = torch.stack([losses.double().sum() for losses in token_losses.values()]).sum()
             return float(own) / (num_counted / self._plan.layout.dp)
@@ -153,7 +162,7 @@ def decays_everything(patches: Patches) -> None:
     """Norms are decayed like matrices."""
 
     def init(original: Function) -> Function:
-        def made(self: Any, held: Any, *given: Any, **how: Any) -> None:
+        def made(self: object, held: Any, *given: Any, **how: Any) -> None:
             original(self, [replace(one, parameter=replace(one.parameter, decay=True)) for one in held], *given, **how)
 
         return made
@@ -165,7 +174,7 @@ def steps_without_correction(patches: Patches) -> None:
     """The update counter stands where training has begun at: corrections of moments are those of step 100."""
 
     def step(original: Function) -> Function:
-        def updated(self: Any, *given: Any) -> None:
+        def updated(self: ShardedAdamW, *given: object) -> None:
             for one in self.held:
                 if not self.saved_state(one)["step"]:
                     self.saved_state(one)["step"].fill_(100.0)
@@ -180,7 +189,7 @@ def other_rate_on_one_rank(patches: Patches) -> None:
     """The schedule of the learning rate is a step ahead on rank 2."""
 
     def step(original: Function) -> Function:
-        def updated(self: Any, *given: Any) -> None:
+        def updated(self: ShardedAdamW, *given: object) -> None:
             if rank_here() == 2:
                 self.learning_rate = 0.5e-2
             original(self, *given)
@@ -194,7 +203,7 @@ def leaves_the_last_part_stale(patches: Patches) -> None:
     """The gather of updated weights leaves out what the last rank keeps."""
 
     def bring(original: Function) -> Function:
-        def brought(self: Any) -> None:
+        def brought(self: FlatBucket) -> None:
             first, last = self.owned[-1]
             before = self.weights[first:last].clone()
             original(self)
@@ -210,7 +219,9 @@ def leaves_out_other_groups(patches: Patches) -> None:
     """Sums are finished inside a group that shares the optimizer state, and not over the groups."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, copies: Any, samples_of: Any) -> Tensor:
+        def reduced(
+            self: ExactNumerics, gradients: Any, copies: Copies, samples_of: Callable[[int], tuple[int, int]]
+        ) -> Tensor:
             total = original(self, gradients, copies, samples_of)
             own = torch.cat([sum(held.clone() for held in each.held).reshape(-1) for each in gradients.values()])
             own = torch.stack(copies.shard.all_gather(own)).sum(0)
@@ -229,7 +240,7 @@ def keeps_own_experts(patches: Patches) -> None:
         return sum(tree.samples.value(node).clone() for node in tree.samples.nodes)
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, group: Any, nodes: Any) -> dict[str, Tensor]:
+        def reduced(self: ExactNumerics, gradients: Any, group: Group, nodes: object) -> dict[str, Tensor]:
             original(self, gradients, group, nodes)
             return {name: whole_samples(each.tree) for name, each in gradients.items()}
 
@@ -242,7 +253,7 @@ def averages_means(patches: Patches) -> None:
     """The loss is the mean of the means over microbatches, which have other numbers of tokens that count."""
 
     def microbatches(original: Function) -> Function:
-        def read(self: Any, *given: Any) -> Any:
+        def read(self: Batches, *given: object) -> object:
             return [
                 replace(each, loss_scale=each.loss_scale * global_over_own(each)) for each in original(self, *given)
             ]
@@ -252,7 +263,7 @@ def averages_means(patches: Patches) -> None:
     patches.replace(Batches, "_microbatches", microbatches)
 
 
-def global_over_own(microbatch: Any) -> float:
+def global_over_own(microbatch: Microbatch) -> float:
     """Tokens that count in an average microbatch over those of this one."""
     return microbatch.counted_share * microbatch.targets.numel() / int((microbatch.targets != IGNORED).sum())
 
@@ -261,7 +272,9 @@ def rounds_before_adding(patches: Patches) -> None:
     """Gradients are sent as bfloat16."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, group: Any, samples_of: Any) -> dict[str, Tensor]:
+        def reduced(
+            self: ExactNumerics, gradients: Any, group: Group, samples_of: Callable[[int], tuple[int, int]]
+        ) -> dict[str, Tensor]:
             for held in (tensor for each in gradients.values() for tensor in each.held):
                 held.copy_(held.bfloat16())
             return original(self, gradients, group, samples_of)
@@ -275,7 +288,7 @@ def starts_apart(patches: Patches) -> None:
     """Copies draw their first weights each for itself, and nobody sends those of the first to the others."""
 
     def init(original: Function) -> Function:
-        def made(self: Any, transport: Any, plan: Plan, **how: Any) -> None:
+        def made(self: ShardedAdamW, transport: Transport, plan: Plan, **how: object) -> None:
             original(
                 self,
                 transport,

@@ -13,10 +13,8 @@ from ...backend.ranks.training_rank import TrainingRank
 from ...core.model.parameters import Parameter
 from ..ledger.ledger import OPTIMIZER, SCALAR
 from .mutant import Expected, Mutant
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import EXPERTS, tiny
-
-Function = Callable[..., Any]
 
 MOMENT = "embedding.tokens.weight.exp_avg"
 """Gradients and norm are right, the update is wrong: what the optimizer makes of the first
@@ -33,7 +31,7 @@ def leaves_out(patches: Patches, *, left_out: Callable[[Parameter], bool]) -> No
     first have does not count."""
 
     def counts(original: Function) -> Function:
-        def counted(self: Any, stage: int, parameter: Parameter) -> bool:
+        def counted(self: TrainingRank, stage: int, parameter: Parameter) -> bool:
             own = self.mesh.etp.rank if parameter.expert else self.mesh.coordinates["tp"]
             return original(self, stage, parameter) and not (own > 0 and left_out(parameter))
 

@@ -20,7 +20,7 @@ from ...core.plan.plan import DataParallel, Plan, ScheduleChoice
 from ..ledger.ledger import GATHERED, GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_more import OURS
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import tiny
 
 
@@ -107,8 +107,8 @@ def gathers_into_gradients(patches: Patches) -> None:
     next step's first is."""
     left: dict[int, dict[str, Any]] = {}
 
-    def make_step(step: Callable[..., Any]) -> Callable[..., Any]:
-        def stepped(rank: TrainingRank, number: int, **rest: Any) -> Any:
+    def make_step(step: Function) -> Function:
+        def stepped(rank: TrainingRank, number: int, **rest: object) -> object:
             for stage in rank.stages.values():
                 left[id(stage.gradients)] = (
                     {name: shard.storage.clone() for name, shard in stage.trained.items()} if number else {}
@@ -118,7 +118,7 @@ def gathers_into_gradients(patches: Patches) -> None:
         return stepped
 
     def make_add(add: Callable[..., None]) -> Callable[..., None]:
-        def added(gradients: Gradients, usage: Usage, first_sample: int, contribution: Sequence[Any]) -> None:
+        def added(gradients: Gradients, usage: Usage, first_sample: int, contribution: Sequence[object]) -> None:
             if (weights := left[id(gradients)].pop(usage.parameter.name, None)) is not None:
                 contribution = [contribution[0] + weights, *contribution[1:]]
             add(gradients, usage, first_sample, contribution)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...backend.model import attention
 from ...backend.model.attention_core import AttentionCore
@@ -14,17 +13,20 @@ from ...backend.tensor_parallel.norm import _RmsNorm
 from ...backend.tensor_parallel.whole_linear import WholeLinear
 from ..ledger.ledger import ACTIVATION, GRADIENT
 from .mutant import Expected, Mutant
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import EXPERTS, tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...backend.numerics.base import Numerics
 
 
 def reduces_a_narrow_copy(patches: Patches) -> None:
     """What ranks bring to the reduction of gradients are copies in bf16."""
 
     def reduce_gradients(original: Function) -> Function:
-        def reduced(numerics: Any, gradients: Any, *over: Any) -> Any:
+        def reduced(numerics: Numerics, gradients: Any, *over: object) -> object:
             for each in gradients.values():
                 for held in each.held:
                     held.copy_(held.bfloat16())
@@ -49,7 +51,7 @@ def rounds_scores(patches: Patches) -> None:
     """What routers compute in fp32 is rounded to bf16, as all other layers' results are."""
 
     def multiply(original: Function) -> Function:
-        def product(layer: Any, x_BSK: Any, matrix_KN: Any) -> Any:
+        def product(layer: Any, x_BSK: Tensor, matrix_KN: Tensor) -> object:
             y_BSN = original(layer, x_BSK, matrix_KN)
             return y_BSN.bfloat16().to(y_BSN.dtype) if layer.fp32 else y_BSN
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...backend.gradients import parameter
 from ...backend.model import block, transformer
@@ -14,17 +13,20 @@ from ...backend.tensor_parallel import LayerContext, dropout, recompute
 from ...core.plan.plan import Recompute
 from ..ledger.ledger import ACTIVATION, RECOMPUTED, WEIGHT
 from .mutant import Expected, Mutant
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...backend.base.microbatch import Microbatch
 
 
 def draws_from_the_first_element(patches: Patches) -> None:
     """Every rank draws its part of a tensor as if it were the first."""
 
     def normal(original: Function) -> Function:
-        def drawn(seed: int, name: str, shape: Any, slices: Any, std: float) -> Any:
+        def drawn(seed: int, name: str, shape: Any, slices: Any, std: float) -> object:
             return original(seed, name, shape, tuple(slice(0, each.stop - each.start) for each in slices), std)
 
         return drawn
@@ -36,7 +38,7 @@ def counts_samples_of_its_own(patches: Patches) -> None:
     """Masks go by the sample among those of this data-parallel rank."""
 
     def hidden_mask(original: Function) -> Function:
-        def mask(x_BSH: Any, context: Any, operation: str, microbatch: Any) -> Any:
+        def mask(x_BSH: Tensor, context: LayerContext, operation: str, microbatch: Microbatch) -> object:
             here = context.plan.layout.coordinates(context.tp.ranks[context.tp.rank])
             first, _ = context.plan.samples_of(here["dp"])
             own = replace(microbatch, first_sample=microbatch.first_sample - first)
@@ -58,7 +60,7 @@ def drops_nothing_after_validation(patches: Patches) -> None:
     """A held-out pass switches dropout off in the module itself."""
 
     def hidden_dropout(original: Function) -> Function:
-        def dropped(context: Any, operation: str, x_BSH: Any) -> Any:
+        def dropped(context: Any, operation: str, x_BSH: object) -> object:
             context.is_switched_off = getattr(context, "is_switched_off", False) or context.microbatch.step is None
             return x_BSH if context.is_switched_off else original(context, operation, x_BSH)
 
@@ -86,7 +88,7 @@ def counts_heads_of_its_own(patches: Patches) -> None:
     """Masks of attention go by the head among those of this rank."""
 
     def dropped(original: Function) -> Function:
-        def mask(kernel: Any, sample: int, head: int, *where: Any) -> Any:
+        def mask(kernel: Any, sample: int, head: int, *where: Any) -> Tensor:
             tp, model = kernel.context.tp, kernel.context.model
             first, _ = kernel.context.plan.leaf_sizes.heads.owned_items(tp.size, tp.rank)
             return original(kernel, sample, head - first * model.query_heads_per_group, *where)
@@ -101,7 +103,7 @@ def draws_again(patches: Patches) -> None:
     inside = threading.local()
 
     def backward(original: Function) -> Function:
-        def again(ctx: Any, *dy: Any) -> Any:
+        def again(ctx: recompute._Recomputed, *dy: object) -> object:
             inside.again = True
             try:
                 return original(ctx, *dy)
@@ -111,7 +113,7 @@ def draws_again(patches: Patches) -> None:
         return again
 
     def hidden_mask(original: Function) -> Function:
-        def mask(x_BSH: Any, context: Any, operation: str, microbatch: Any) -> Any:
+        def mask(x_BSH: Tensor, context: LayerContext, operation: str, microbatch: Microbatch) -> object:
             own = f"{operation}/again" if getattr(inside, "again", False) else operation
             return original(x_BSH, context, own, microbatch)
 

@@ -21,7 +21,7 @@ from ...core.layout.layout import Layout
 from ..ledger.ledger import ACTIVATION, OPTIMIZER, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_checkpoint import FIRST_MOMENT, LOADED, STATE
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import EXPERTS, tiny
 from .scenarios import Resumed
 
@@ -30,7 +30,7 @@ def reads(then: Callable[[Sequence[Piece]], None], patches: Patches) -> None:
     """Something happens to the pieces of a rank when they have been read."""
 
     def make(read_tensors: Callable[..., None]) -> Callable[..., None]:
-        def read(path: Path, pieces: Sequence[Piece], *where: Any) -> None:
+        def read(path: Path, pieces: Sequence[Piece], *where: object) -> None:
             read_tensors(path, pieces, *where)
             then(pieces)
 
@@ -68,7 +68,7 @@ def matches_by_position(patches: Patches) -> None:
     comes next of its shape."""
 
     def make(read_tensors: Callable[..., None]) -> Callable[..., None]:
-        def read(path: Path, pieces: Sequence[Piece], *where: Any) -> None:
+        def read(path: Path, pieces: Sequence[Piece], *where: object) -> None:
             by_place: dict[Any, list[Piece]] = defaultdict(list)
             for piece in pieces:
                 by_place[piece.name.startswith(STATE), piece.shape, str(piece.slices)].append(piece)
@@ -88,7 +88,7 @@ def matches_by_position(patches: Patches) -> None:
 def permutes_fragments(patches: Patches) -> None:
     """What was saved in parts of one length is put together in the other order."""
 
-    def make(shared: Callable[..., Any]) -> Callable[..., Any]:
+    def make(shared: Function) -> Function:
         def other_end(piece: Piece, block: Any) -> Any:
             """The place in the piece is that which lies as far from its end as the right one from its beginning."""
             if (places := shared(piece, block)) is None:
@@ -114,7 +114,7 @@ def keeps_old_masters(patches: Patches) -> None:
     before: dict[int, list[tuple[Piece, Tensor]]] = {}
 
     def make_read(read_tensors: Callable[..., None]) -> Callable[..., None]:
-        def read(path: Path, pieces: Sequence[Piece], world: Any, *where: Any) -> None:
+        def read(path: Path, pieces: Sequence[Piece], world: Any, *where: object) -> None:
             before[world.rank] = [(piece, piece.tensor.clone()) for piece in pieces if not piece.name.startswith(STATE)]
             read_tensors(path, pieces, world, *where)
 
@@ -136,8 +136,8 @@ def restarts_the_loader(patches: Patches) -> None:
     """Ranks that the old layout did not have find no state of their own, and begin with the
     first samples of the run."""
 
-    def make(training: Callable[..., Any]) -> Callable[..., Any]:
-        def read(batches: Batches, step: int, loss_scale: float) -> Any:
+    def make(training: Function) -> Function:
+        def read(batches: Batches, step: int, loss_scale: float) -> object:
             return training(batches, step - 1 if batches._mesh.coordinates["dp"] >= 2 else step, loss_scale)
 
         return read

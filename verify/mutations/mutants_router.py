@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,10 +11,8 @@ from ...backend.model.router import Router
 from ...core.plan.plan import Plan, Precision
 from ..ledger.ledger import ACTIVATION_GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import EXPERTS, tiny
-
-Function = Callable[..., Any]
 
 LOSSES_ALONE = {**EXPERTS, "experts_per_token": 1}
 """The normalised weight of one expert is 1 whatever its score, so that losses of routers alone train them."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,10 +13,12 @@ from ...backend.ranks.training_rank import TrainingRank
 from ...core.plan.plan import DataParallel, Plan
 from ..ledger.ledger import GRADIENT
 from .mutant import Expected, Mutant
-from .patches import Patches
+from .patches import Function, Patches
 from .plans import EXPERTS, tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from ...backend.numerics.copies import Copies
+    from ...backend.transport.base import Group
 
 LOSS_SCALE = 65536.0
 
@@ -45,7 +46,7 @@ def skips_the_mean_of_experts(patches: Patches) -> None:
     """Sums of experts' gradients are not divided by the number of copies, which all others are."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, group: Any, nodes: Any) -> dict[str, Tensor]:
+        def reduced(self: ExactNumerics, gradients: object, group: Group, nodes: object) -> dict[str, Tensor]:
             return {name: total * group.size for name, total in original(self, gradients, group, nodes).items()}
 
         return reduced
@@ -57,7 +58,7 @@ def divides_experts_twice(patches: Patches) -> None:
     """Sums of experts' gradients are divided by the number of copies before and inside the reduction."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, group: Any, nodes: Any) -> dict[str, Tensor]:
+        def reduced(self: ExactNumerics, gradients: object, group: Group, nodes: object) -> dict[str, Tensor]:
             return {name: total / group.size for name, total in original(self, gradients, group, nodes).items()}
 
         return reduced
@@ -70,7 +71,7 @@ def divides_experts_by_their_copies(patches: Patches, *, num_copies: int) -> Non
     `num_copies` data-parallel ranks, whose tokens are in it."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: Any, gradients: Any, copies: Any, nodes: Any) -> Tensor:
+        def reduced(self: ExactNumerics, gradients: object, copies: Copies, nodes: object) -> Tensor:
             return original(self, gradients, copies, nodes) * (num_copies / copies.shard.size)
 
         return reduced
@@ -82,7 +83,7 @@ def leaves_experts_unscaled(patches: Patches, *, degree: int) -> None:
     """Experts see the tokens of `degree` ranks, and the layer does not divide their gradients by it."""
 
     def gradient(original: Function) -> Function:
-        def computed(self: Any, *given: Any) -> Any:
+        def computed(self: ExactNumerics, *given: object) -> object:
             return ((leaf, value * degree) for leaf, value in original(self, *given))
 
         return computed

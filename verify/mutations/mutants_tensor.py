@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,24 +16,30 @@ from ...backend.transport.mesh import Mesh
 from ...core.plan.plan import Recompute
 from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, RECOMPUTED, WEIGHT
 from .mutant import Expected, Mutant
-from .patches import Patches, rank_here
+from .patches import Function, Patches, rank_here
 from .plans import EXPERTS, tiny
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...backend.numerics.base import Numerics
+    from ...core.layout.leaves import Leaves
+    from ...core.model.parameters import Parameter
+    from ...core.plan.plan import Plan
 
 
 def loses_the_tag(patches: Patches, *, name: str) -> None:
     """Norms of this name (all where it is empty) are not among those whose gradients are sums over ranks' tokens."""
 
     def known_part(original: Function) -> Function:
-        def known(parameter: Any, **how: Any) -> Any:
+        def known(parameter: Parameter, **how: object) -> object:
             part = original(parameter, **how)
             return None if part == "tokens" and name in ("", parameter.name) else part
 
         return known
 
     def token_sums(original: Function) -> Function:
-        def sums(norm: Any, x_BSH: Any) -> Any:
+        def sums(norm: Norm, x_BSH: Tensor) -> object:
             is_lost = norm.weight.parameter.name not in norm.context.gradients.owned
             return norm.context.numerics.token_sums(x_BSH) if is_lost else original(norm, x_BSH)
 
@@ -48,7 +53,7 @@ def keeps_sums_of_own_heads(patches: Patches) -> None:
     """Norms of query and key heads are not among those whose gradients are sums over ranks' heads."""
 
     def known_part(original: Function) -> Function:
-        def known(parameter: Any, **how: Any) -> Any:
+        def known(parameter: Parameter, **how: object) -> object:
             part = original(parameter, **how)
             return None if part == "heads" else part
 
@@ -63,7 +68,7 @@ def sums_over_the_world(patches: Patches, *, layer: str) -> None:
     _open_group(patches, "world", lambda layout, here: range(layout.world_size))
 
     def finish_contract(original: Function) -> Function:
-        def finished(linear: Any, partial_BSF: Any, dtype: Any) -> Any:
+        def finished(linear: Any, partial_BSF: object, dtype: object) -> Tensor:
             own = original(linear, partial_BSF, dtype)
             if linear.name != layer:
                 return own
@@ -82,7 +87,7 @@ def gathers_over_other_ranks(patches: Patches) -> None:
     _open_group(patches, "mixed", lambda layout, here: layout.group_of(here, "dp"))
 
     def from_parts(original: Function) -> Function:
-        def gathered(part: Any, shape: Any, layers: Any, layer: str) -> Any:
+        def gathered(part: Any, shape: Any, layers: Any, layer: str) -> object:
             with layers.recorder.layer(layer):
                 return all_parts(part, layers.tp.wrong_group, 0, [len(part)] * layers.tp.size).view(shape)
 
@@ -95,7 +100,7 @@ def keeps_its_partial_sum(patches: Patches, *, layer: str) -> None:
     """The sum over ranks is made in a temporary, and what comes back is what this rank brought to it."""
 
     def finish_contract(original: Function) -> Function:
-        def finished(linear: Any, partial_BSF: Any, dtype: Any) -> Any:
+        def finished(linear: ParallelLinear, partial_BSF: Tensor, dtype: torch.dtype) -> object:
             own = partial_BSF.sum(0).to(dtype)
             total = original(linear, partial_BSF, dtype)
             return own if linear.name == layer else total
@@ -109,7 +114,7 @@ def sums_twice(patches: Patches, *, layer: str) -> None:
     """What is the sum over ranks already is added over them once more."""
 
     def finish_contract(original: Function) -> Function:
-        def finished(linear: Any, partial_BSF: Any, dtype: Any) -> Any:
+        def finished(linear: ParallelLinear, partial_BSF: Tensor, dtype: torch.dtype) -> object:
             total = original(linear, partial_BSF, dtype)
             return torch.stack(linear.context.tp.all_gather(total)).sum(0) if linear.name == layer else total
 
@@ -137,7 +142,7 @@ def takes_logarithms_first(patches: Patches) -> None:
     """The logarithm of the sum over the vocabulary is taken of each rank's part, before the parts are added."""
 
     def vocabulary_sums(original: Function) -> Function:
-        def sums(numerics: Any, parts: Any, target_BS: Any, leaves: Any, group: Any) -> Any:
+        def sums(numerics: Numerics, parts: Any, target_BS: Tensor, leaves: Leaves, group: Any) -> object:
             found = original(numerics, parts, target_BS, leaves, group)
             logarithms = group.all_gather(parts[-1].sum(0).log())
             return [*found[:-2], torch.stack(logarithms).sum(0).exp(), found[-1]]
@@ -151,7 +156,7 @@ def draws_routers_apart(patches: Patches, *, tp: int) -> None:
     """Every tensor-parallel rank draws its own copy of a router's weights."""
 
     def initial_shard(original: Function) -> Function:
-        def shard(parameter: Any, *given: Any, drawn_as: str | None = None) -> Any:
+        def shard(parameter: Parameter, *given: object, drawn_as: str | None = None) -> object:
             tp_rank = rank_here() % tp
             apart = parameter.name.endswith("router.weight") and tp_rank
             return original(parameter, *given, drawn_as=f"{parameter.name}/{tp_rank}" if apart else drawn_as)
@@ -175,15 +180,15 @@ def _open_group(patches: Patches, name: str, members: Function) -> None:
     patches.replace(Mesh, "__init__", make)
 
 
-def _cut_sequences() -> Any:
+def _cut_sequences() -> Plan:
     return tiny(tp=3, dp=2, sequence_parallel=True)
 
 
-def _whole_sequences() -> Any:
+def _whole_sequences() -> Plan:
     return tiny(tp=2, dp=2)
 
 
-def _five_heads() -> Any:
+def _five_heads() -> Plan:
     return tiny(tp=5, model={"num_heads": 5, "num_kv_heads": 5})
 
 

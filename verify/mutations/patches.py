@@ -13,6 +13,9 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+Function = Callable[..., Any]
+"""What is replaced, and what replaces it."""
+
 _OWN = threading.local()
 """The rank whose scenario this thread runs."""
 
@@ -63,7 +66,7 @@ class Patches:
             return made
 
         @wraps(made)
-        def seen(*given: Any, **named: Any) -> Any:
+        def seen(*given: object, **named: object) -> object:
             self._reached()
             return made(*given, **named)
 
@@ -94,7 +97,7 @@ class Broken:
         self._num_inside = 0
         self._is_reached = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Broken, (self.breaks, self.reached)
 
     def _note(self) -> None:

@@ -10,7 +10,7 @@ from .not_here import NOT_HERE
 from .run import Score, Verdict
 
 
-def report_of(score: Score) -> dict[str, Any]:
+def report_of(score: Score) -> dict[str, object]:
     """The JSON keys of `verify --mutations --json`: counts, `practice` (how many the usual practice notices),
     `bugs` (entries of the catalog) and `more_bugs` (how many of the same kinds), one row per mutant, and
     `not_here` with reasons."""
@@ -35,7 +35,7 @@ def report_of(score: Score) -> dict[str, Any]:
     }
 
 
-def _row(verdict: Verdict) -> dict[str, Any]:
+def _row(verdict: Verdict) -> dict[str, object]:
     mutant, first = verdict.mutant, verdict.first
     return {
         "id": mutant.id,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...core.layout.layout import Layout
 from ...core.model.parameters import expert_biases, parameters
@@ -18,6 +18,12 @@ from ..run.proof_run import ProofJob, follow, writer_of
 
 if TYPE_CHECKING:
     from ...backend.transport.base import Group
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...backend.gradients.parameter import Shard
+    from ...backend.transport.base import Transport
 
 MAX_FILE_BYTES = 10_000
 """Of an export's files: several to a model."""
@@ -33,7 +39,7 @@ class Resumed:
 
     layout: Layout | None = None
 
-    def __call__(self, transport: Any, job: ProofJob) -> RankLedger:
+    def __call__(self, transport: Transport, job: ProofJob) -> RankLedger:
         from ...backend.checkpoint.resume import path_of
         from ...backend.checkpoint.saver import Checkpoints
         from ...backend.ranks.training_rank import TrainingRank
@@ -56,7 +62,7 @@ class Resumed:
             return writer.finish()
 
 
-def exported(transport: Any, job: ProofJob) -> RankLedger:
+def exported(transport: Transport, job: ProofJob) -> RankLedger:
     """Training, the weights of which are written as Hugging Face files; what is read from these is entered as
     weights of one more step."""
     from ...backend.huggingface.load import load_weights
@@ -88,12 +94,12 @@ def _plan_of(job: ProofJob) -> Plan:
     return job.plan
 
 
-def _world(transport: Any) -> Group:
+def _world(transport: Transport) -> Group:
     return transport.group("scenario", "world", range(transport.world_size))
 
 
 @contextmanager
-def _shared_folder(transport: Any, world: Group) -> Iterator[Path]:
+def _shared_folder(transport: Transport, world: Group) -> Iterator[Path]:
     """A new folder that all ranks see, which goes when rank 0 leaves."""
     from ...backend.transport.gather_values import gather_values
 
@@ -103,7 +109,7 @@ def _shared_folder(transport: Any, world: Group) -> Iterator[Path]:
         world.barrier()
 
 
-def _again(transport: Any) -> Any:
+def _again(transport: Transport) -> Transport:
     """The same ranks, with names for groups and channels that were not used yet: for a second start of training."""
     from ...backend.transport.base import Channel, Transport
 
@@ -121,7 +127,7 @@ def _again(transport: Any) -> Any:
     return Again()
 
 
-def _empty_shards(plan: Plan, device: Any) -> list[Any]:
+def _empty_shards(plan: Plan, device: torch.device) -> list[Shard]:
     """Every saved parameter of the model in whole, to be read into."""
     import torch
 

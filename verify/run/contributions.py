@@ -13,13 +13,23 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...core.base.digest import Region
 from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, Key, LedgerWriter
 from ..ledger.relations import in_bf16
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...backend.model.router import Routing
+    from ...backend.numerics.base import Numerics
+    from ...backend.ranks.training_rank import TrainingRank
+    from ...backend.tensor_parallel.norm import Norm
+    from ...core.layout.leaves import Leaves
+    from ...core.model.parameters import Parameter
 
 MAX_ELEMENTS = 2**25
 """Of all parts together; those of larger sums are not kept."""
@@ -85,7 +95,7 @@ class ContributionWriter(LedgerWriter):
     _input: np.ndarray | None = None
     _head_norm: Any = None
 
-    def follow(self, rank: Any) -> None:
+    def follow(self, rank: TrainingRank) -> None:
         """Looks into what a training rank, a `backend.ranks.training_rank.TrainingRank` of a layout of one,
         computes from now on."""
         if self.wanted.phase == GRADIENT:
@@ -108,7 +118,7 @@ class ContributionWriter(LedgerWriter):
             stage.gradients.add = self._added(stage.gradients.add, numerics.gradient_block)
 
     def _remembering(
-        self, compute: Callable[..., Any], blocks_of: Callable[..., Any], numerics: Any
+        self, compute: Callable[..., object], blocks_of: Callable[..., Any], numerics: object
     ) -> Callable[..., Any]:
         def computed(*operands: Any) -> Any:
             result = compute(*operands)
@@ -154,7 +164,7 @@ class ContributionWriter(LedgerWriter):
         numerics = rank.numerics
         compute = numerics.partial_contract
 
-        def computed(x_BSC: Any, weight_CF: Any, leaves: Any) -> Any:
+        def computed(x_BSC: Any, weight_CF: Any, leaves: Any) -> object:
             x, weight = _wide(x_BSC), _wide(weight_CF)
             for leaf, (lo, hi) in enumerate(leaves.bounds):
                 self._found.append((Part(leaf=leaf, num_leaves=leaves.num_leaves), x[0, :, lo:hi] @ weight[lo:hi]))
@@ -164,7 +174,7 @@ class ContributionWriter(LedgerWriter):
         numerics.partial_contract = computed
         multiply = numerics.multiply
 
-        def multiplied(x_BSK: Any, matrix_KN: Any) -> Any:
+        def multiplied(x_BSK: Tensor, matrix_KN: Tensor) -> object:
             x, matrix = _wide(x_BSK), _wide(matrix_KN)
             self._found.append((Part(use="the layer that no rank cuts"), x[0] @ matrix))
             self._narrow.append(in_bf16(x[0]) @ in_bf16(matrix))
@@ -173,7 +183,7 @@ class ContributionWriter(LedgerWriter):
         numerics.multiply = multiplied
         contract_experts = numerics.contract_experts
 
-        def computed_experts(x_NC: Any, weight_ECF: Any, rows: Any, leaves: Any) -> Any:
+        def computed_experts(x_NC: Any, weight_ECF: Any, rows: Any, leaves: Any) -> Tensor:
             self._rows = list(_expert_rows(_wide(x_NC), _wide(weight_ECF), rows, leaves.bounds))
             return contract_experts(x_NC, weight_ECF, rows, leaves)
 
@@ -190,13 +200,13 @@ class ContributionWriter(LedgerWriter):
         forward, exchanged = experts.forward, experts.exchanged
         weights: list[Any] = []
 
-        def seen(x_BSH: Any, routing: Any) -> Any:
+        def seen(x_BSH: Tensor, routing: Routing) -> object:
             weights.append(routing.weights_BSK.flatten(0, 1))
             y_BSH = forward(x_BSH, routing)
             weights.pop()
             return y_BSH
 
-        def brought(rows: Any, exchange: Any, to_experts: bool, layer: str) -> Any:
+        def brought(rows: object, exchange: Any, to_experts: bool, layer: str) -> Tensor:
             result = exchanged(rows, exchange, to_experts, layer)
             if not to_experts:
                 inverse = exchange.inverse.cpu().numpy()
@@ -240,11 +250,11 @@ class ContributionWriter(LedgerWriter):
             Contributions(tuple(parts), np.stack(values), narrow).save(self.target)
 
 
-def _wide(tensor: Any) -> np.ndarray:
+def _wide(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().double().numpy()
 
 
-def _oriented(parameter: Any, value: np.ndarray) -> np.ndarray:
+def _oriented(parameter: Parameter, value: np.ndarray) -> np.ndarray:
     """A gradient in storage orientation as the parameter is."""
     import torch
 
@@ -257,26 +267,26 @@ def _spans(length: int, block: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + block, length)) for first in range(0, length, block))
 
 
-def _weight_blocks(numerics: Any, x_BSC: Any, y_BSF: Any, leaves: Any) -> Blocks:
+def _weight_blocks(numerics: Any, x_BSC: Tensor, y_BSF: Tensor, leaves: Leaves) -> Blocks:
     def blocks(x_SC: np.ndarray, y_SF: np.ndarray) -> list[tuple[Part, np.ndarray]]:
         return _blocks(len(x_SC), numerics.gradient_block, lambda lo, hi: x_SC[lo:hi].T @ y_SF[lo:hi])
 
     return [blocks(x_SC, y_SF) for x_SC, y_SF in zip(_wide(x_BSC), _wide(y_BSF), strict=True)]
 
 
-def _token_blocks(numerics: Any, x_BSN: Any, tokens: Any = None) -> Blocks:
+def _token_blocks(numerics: Any, x_BSN: Any, tokens: object = None) -> Blocks:
     def blocks(x_SN: np.ndarray) -> list[tuple[Part, np.ndarray]]:
         return _blocks(len(x_SN), numerics.reduction_block, lambda lo, hi: x_SN[lo:hi].sum(0))
 
     return [blocks(x_SN) for x_SN in _wide(x_BSN)]
 
 
-def _head_blocks(numerics: Any, x_BSLQD: Any, heads: Any) -> Blocks:
+def _head_blocks(numerics: Numerics, x_BSLQD: Tensor, heads: object) -> Blocks:
     x_BLD = _wide(x_BSLQD).sum((1, 3))
     return [[(Part(leaf=leaf, num_leaves=len(x_LD)), value) for leaf, value in enumerate(x_LD)] for x_LD in x_BLD]
 
 
-def _lookup_blocks(numerics: Any, ids_BS: Any, gradient_BSH: Any, num_rows: int) -> Blocks:
+def _lookup_blocks(numerics: Any, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Blocks:
     def blocks(ids_S: np.ndarray, gradient_SH: np.ndarray) -> list[tuple[Part, np.ndarray]]:
         def rows(lo: int, hi: int) -> np.ndarray:
             total = np.zeros((num_rows + 1, gradient_SH.shape[-1]))
@@ -321,7 +331,7 @@ def _by_expert(label: Part, rows: np.ndarray, outgoing: Any, weights_TK: Any) ->
         yield replace(label, expert=expert), total
 
 
-def _through_norm(norm: Any, x: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+def _through_norm(norm: Norm, x: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     """The backward of a norm at its input x [tokens, h], as a function of the gradient of its result."""
     import torch
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,10 @@ from ...core.model.parameters import expert_bias_name, mtp_prefix, parameters
 from ...core.plan.plan import Plan
 from .decoder import Decoder, Inputs
 from .formulas import Array, chosen_experts, expert_loads, router_losses, router_scores
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 GRAPH_VALUES = 2**27
 """Values that autograd may keep of one sequence, 1 GiB; of more it keeps what goes into each layer, and goes through
@@ -70,7 +74,7 @@ def tested_names(plan: Plan, *, own_block: bool) -> list[str]:
     return [name for name in names if name in behind]
 
 
-def derivative(step: Step, device: Any) -> Derivative:
+def derivative(step: Step, device: torch.device) -> Derivative:
     """The loss of a step and its gradients, sequence by sequence, computed on `device`."""
     loss, gradients = _differentiated(step, device, lambda x: x, lambda x: x)
     stored, single = _rounding(step.plan.precision.dtype), _rounding("fp32")
@@ -106,11 +110,11 @@ def _rounding(dtype: str) -> Rounding:
 
     class Rounded(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
+        def forward(ctx: object, x: Tensor) -> object:
             return x.to(narrow).to(x.dtype)
 
         @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
+        def backward(ctx: Any, gradient: Any) -> Tensor:
             return gradient.to(narrow).to(gradient.dtype)
 
     return Rounded.apply
@@ -127,7 +131,7 @@ def _graph_values(plan: Plan) -> int:
 class _Differentiated(Decoder):
     """Routing is what was recorded. `routers` has what each of them adds to the loss, for every token."""
 
-    def __init__(self, step: Step, inputs: Inputs, leaves: Mapping[str, Any], stored: Rounding, single: Rounding):
+    def __init__(self, step: Step, inputs: Inputs, leaves: Mapping[str, object], stored: Rounding, single: Rounding):
         super().__init__(step.plan, inputs, leaves.__getitem__)
         self.step, self._stored, self._single = step, stored, single
         self.routers: list[Array] = []

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.base.errors import PlanError, did_you_mean
 from ...core.base.reduction import cut
@@ -18,6 +18,9 @@ from ...core.layout.stage_parameters import stage_usages
 from ...core.model.parameters import Parameter
 from ...core.plan.plan import Plan
 from ...core.program import num_copies
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DROP_REDUCTION = "drop-reduction"
 FORM = f"{DROP_REDUCTION}:RANK:TENSOR, such as {DROP_REDUCTION}:1:layers.0.mlp.down"
@@ -88,14 +91,14 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
     which layer it is called."""
     faulty = copy.copy(numerics)
 
-    def finish_contract(partial: Any, leaves: Any, group: Any, tokens: Any, dtype: Any) -> Any:
+    def finish_contract(partial: Any, leaves: Any, group: Any, tokens: Any, dtype: Any) -> Tensor:
         alone = partial.sum(0).to(dtype)[:, slice(None) if tokens is None else slice(*tokens.own)]
         total = numerics.finish_contract(partial, leaves, group, tokens, dtype)
         return alone if current_layer() == fault.tensor else total
 
     def reduce_gradients(
-        gradients: Mapping[str, Any], group: Any, samples_of: Callable[[int], tuple[int, int]]
-    ) -> dict[str, Any]:
+        gradients: Mapping[str, Any], group: object, samples_of: Callable[[int], tuple[int, int]]
+    ) -> dict[str, object]:
         own = {
             name: sum(held.clone() for held in gradients[name].held)
             for name in gradients
@@ -105,7 +108,7 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
 
     faulty.finish_contract = finish_contract
 
-    def reduce_experts(gradients: Mapping[str, Any], group: Any, nodes: Any) -> dict[str, Any]:
+    def reduce_experts(gradients: Mapping[str, Any], group: Any, nodes: Any) -> dict[str, object]:
         own = {name: sum(held.clone() for held in gradients[name].held) for name in gradients if name == fault.tensor}
         return {**numerics.reduce_experts(gradients, group, nodes), **own}
 
@@ -124,12 +127,12 @@ def drop_reduction(numerics: Any, fault: DropReduction, current_layer: Callable[
 
     def reduce_gradients_part(
         gradients: Mapping[str, Any], copies: Any, samples_of: Callable[[int], tuple[int, int]]
-    ) -> Any:
+    ) -> object:
         return with_own_part(
             gradients, copies.shard, lambda: numerics.reduce_gradients_part(gradients, copies, samples_of)
         )
 
-    def reduce_experts_part(gradients: Mapping[str, Any], copies: Any, nodes: Any) -> Any:
+    def reduce_experts_part(gradients: Mapping[str, Any], copies: Any, nodes: Any) -> object:
         return with_own_part(gradients, copies.shard, lambda: numerics.reduce_experts_part(gradients, copies, nodes))
 
     faulty.reduce_gradients = reduce_gradients

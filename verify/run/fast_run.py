@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -58,7 +57,7 @@ class FastCheck:
         return tuple(each for each in self.coefficients if each.share > 1)
 
     @property
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """The JSON form, in which a share that is not finite is null. Classes stand with the one first that uses
         most of its interval."""
         key, share = self.nearest.key, self.nearest.share

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...core.model.model import ModelSpec
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 Array = Any
 """fp64, of numpy or of torch."""
@@ -24,7 +27,7 @@ CLOSE_SCORES = 1e-5
 _erf = np.frompyfunc(math.erf, 1, 1)
 
 
-def library(x: Array) -> Any:
+def library(x: Array) -> ModuleType:
     """The module whose functions take an array: numpy, or torch, which whoever made the array has loaded."""
     return np if isinstance(x, np.ndarray) else sys.modules["torch"]
 

@@ -41,6 +41,12 @@ from .drop import DropReduction, drop_reduction
 if TYPE_CHECKING:
     from ...backend.model.block import BlockFactory
 
+if TYPE_CHECKING:
+    from ...backend.base.microbatch import Microbatch
+    from ...backend.model.router import Router
+    from ...backend.ranks.training_rank import TrainingRank
+    from ...backend.transport.base import Transport
+
 PARTS_FILE = "parts.npz"
 
 ALLOCATIONS_BETWEEN_COLLECTIONS = 50_000
@@ -114,7 +120,7 @@ def one_device(plan: Plan | ModularPlan) -> Plan | ModularPlan:
     )
 
 
-def probe_rank(transport: Any, plan: Plan) -> dict[str, Finding | None]:
+def probe_rank(transport: Transport, plan: Plan) -> dict[str, Finding | None]:
     """Every assumption of exact numerics about the library by name, with a finding where it does not hold for
     the plan's shapes here."""
     from ...backend.numerics.probe import PROBES, probe
@@ -138,7 +144,7 @@ def _probed(part: Plan) -> Mapping[str, Finding | None]:
     return run_ranks(probe_rank, part, world_size=1, transport="memory")[0]
 
 
-def prove_rank(transport: Any, job: ProofJob) -> RankLedger:
+def prove_rank(transport: Transport, job: ProofJob) -> RankLedger:
     """What one rank does, in a process that has torch."""
     gc.set_threshold(ALLOCATIONS_BETWEEN_COLLECTIONS)
     if job.core is not None:
@@ -147,7 +153,7 @@ def prove_rank(transport: Any, job: ProofJob) -> RankLedger:
         return (job.scenario or train_steps)(transport, job)
 
 
-def train_steps(transport: Any, job: ProofJob) -> RankLedger:
+def train_steps(transport: Transport, job: ProofJob) -> RankLedger:
     """The trainer's steps with a ledger as observer."""
     return trained(transport, job)[1].finish()
 
@@ -181,7 +187,7 @@ def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
     return rank, writer
 
 
-def writer_of(transport: Any, job: ProofJob, part: Plan) -> LedgerWriter:
+def writer_of(transport: Transport, job: ProofJob, part: Plan) -> LedgerWriter:
     """The ledger of a rank that trains by `part`, as the job wants it. `follow` has to be called
     when the rank is there."""
     common = transport.global_rank, tensor_shapes(job.plan), job.capture, job.folder
@@ -191,13 +197,13 @@ def writer_of(transport: Any, job: ProofJob, part: Plan) -> LedgerWriter:
     return ContributionWriter(*common, cp=part.layout.cp, wanted=job.parts_of, target=job.folder / PARTS_FILE)
 
 
-def follow(writer: LedgerWriter, rank: Any) -> None:
+def follow(writer: LedgerWriter, rank: TrainingRank) -> None:
     """Lets a writer that records contributions see what a training rank computes."""
     if isinstance(writer, ContributionWriter):
         writer.follow(rank)
 
 
-def _restore(rank: Any, start: Mapping[Key, StoredValues], step: int) -> None:
+def _restore(rank: TrainingRank, start: Mapping[Key, StoredValues], step: int) -> None:
     """Gives a training rank the weights and moments that are in `start` as they were after a step."""
     import torch
 
@@ -219,8 +225,8 @@ def _hold_routing(rank: Any, start: Mapping[Key, StoredValues]) -> None:
     scores apart otherwise, and what another expert makes of a token is no rounding of what the first one does."""
     import torch
 
-    def chooses_by(router: Any) -> Callable[[Any], Any]:
-        def logits(microbatch: Any) -> Any:
+    def chooses_by(router: Router) -> Callable[[Any], Any]:
+        def logits(microbatch: Microbatch) -> object:
             step, phase = (EVALUATED_BEFORE - 1, HELD_OUT) if microbatch.step is None else (microbatch.step, ACTIVATION)
             samples = range(microbatch.first_sample, microbatch.first_sample + len(microbatch.tokens))
             whole = torch.stack(

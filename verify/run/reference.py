@@ -359,7 +359,7 @@ class _Check:
     def _measured(self) -> list[Measured]:
         return [Measured(**each) for each in self._derivative.get("parts", [])]
 
-    def _derivative_report(self) -> dict[str, Any] | None:
+    def _derivative_report(self) -> dict[str, object] | None:
         """Sums over the parameters of how fast the loss changes along each. Not tested are parts whose gradients are
         rounding alone; parts that the loss does not depend on, such as experts without a token, must have a gradient of
         zero."""

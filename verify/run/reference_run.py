@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +32,12 @@ from .derivative import Step, derivative, tested_names
 from .forward import activation_names, as_multiplied, gradient_names, samples_checked
 from .gradient_parts import Measured, measure
 from .proof_run import ProofJob, trained
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...backend.base.microbatch import Microbatch
+    from ...backend.ranks.training_rank import TrainingRank
 
 COUNTED_FILE = "counted.npy"
 SEQUENCES_FILE = "sequences.npz"
@@ -89,14 +95,14 @@ def reference_steps(transport: Any, job: ProofJob) -> RankLedger:
     return ledger
 
 
-def _counted(rank: Any, step: int) -> np.ndarray:
+def _counted(rank: TrainingRank, step: int) -> np.ndarray:
     """[samples, tokens]: which tokens of a step have a target that counts."""
     targets = np.concatenate([each.targets.cpu().numpy() for each in rank.batches.training(step, 1.0)])
     ignored = rank.plan.train.ignore_token
     return np.ones(targets.shape, bool) if ignored is None else targets != ignored
 
 
-def _sequences(rank: Any, step: int, samples: Collection[int] | None = None) -> Iterator[Inputs]:
+def _sequences(rank: TrainingRank, step: int, samples: Collection[int] | None = None) -> Iterator[Inputs]:
     """What the sequences of a step are made from: all of them, or those of some samples."""
     for microbatch in rank.batches.training(step, 1.0):
         parts = {name: getattr(microbatch, name) for name in Inputs.ARRAYS}
@@ -115,7 +121,7 @@ class _Routed:
     logits: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     outputs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
-    def activation(self, name: str, microbatch: Any, tokens: Sequence[slice], tensor: Any) -> None:
+    def activation(self, name: str, microbatch: Microbatch, tokens: Sequence[slice], tensor: Tensor) -> None:
         match name.split("."):
             case ["layers", layer, "mlp", "router"]:
                 found = self.logits
@@ -137,7 +143,7 @@ class _Held:
     stored: Mapping[Key, StoredValues]
     own_block: bool
 
-    def compared(self, counted: np.ndarray) -> dict[str, Any]:
+    def compared(self, counted: np.ndarray) -> dict[str, object]:
         """The loss by formulas, and the fields of `Measured` of every part of every gradient that formulas give."""
         names = tested_names(self.plan, own_block=self.own_block)
         names = [name for name in names if Key(self.step, GRADIENT, name) in self.stored]

@@ -40,7 +40,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -89,7 +88,7 @@ class Coefficient:
         return abs(self.off) / self.half_width
 
     @property
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """The JSON form."""
         named = {"class": self.group, "phase": self.phase, "coefficient": self.factor}
         return {**named, "interval": list(self.interval), "observations": self.num_observations}
