@@ -45,7 +45,7 @@ def own_microbatches(total: int, dp: int, dp_rank: int, multiple: int = 1) -> tu
 
     >>> [own_microbatches(14, 3, rank) for rank in range(3)]
     [(0, 5), (5, 10), (10, 14)]
-    >>> [own_microbatches(14, 3, rank, together=2) for rank in range(3)]
+    >>> [own_microbatches(14, 3, rank, multiple=2) for rank in range(3)]
     [(0, 6), (6, 10), (10, 14)]
     """
     unit = multiple if total % dp and total % multiple == 0 and total // multiple >= dp else 1

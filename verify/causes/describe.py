@@ -56,7 +56,7 @@ def count_words(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def divergence(plan: Plan | ModularPlan, difference: Difference) -> dict[str, Any]:
+def divergence(plan: Plan | ModularPlan, difference: Difference) -> dict[str, object]:
     """The JSON form of the first divergence. Steps are counted from 1; 0 is before the first. Numbers that
     are not known are null."""
     key, values, relation = difference.key, difference.values, difference.relation

@@ -41,7 +41,7 @@ def cuts_of(name: str, cuts: Cuts) -> Sequence[Slice]:
     return next((slices for pattern, slices in cuts.items() if fnmatchcase(name, pattern)), ())
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: object) -> bool:
     """Whether a value is a tensor that knows its own placements."""
     loaded = sys.modules.get("torch.distributed.tensor")  # a second to load, and without it there are none
     return loaded is not None and isinstance(value, loaded.DTensor)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,12 @@ from .places import Cuts, Placed, cuts_of, is_dtensor, is_partial, place, place_
 from .stages import StageHook, is_stage
 from .tolerances import ROUNDOFF
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
 WRAPPERS = frozenset({"module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """What DDP, activation checkpoints and FSDP put into names."""
 
@@ -47,7 +53,7 @@ class _Root:
     """A model, or one part of it: `microbatches` of this step, each (first sample, number of samples), and the calls of
     its modules in the last one; `trains` while it is called to train."""
 
-    module: Any
+    module: Module
     next_sample: int
     stage: StageHook | None = None
     trains: bool = False
@@ -79,7 +85,7 @@ class Recorder:
         self,
         folder: str | Path,
         model: Any,
-        optimizer: Any = None,
+        optimizer: Optimizer | None = None,
         *,
         first_sample: int = 0,
         sample_dim: int = 0,
@@ -121,7 +127,7 @@ class Recorder:
         batch, or `grad_norm`."""
         self._keep_scalar(name, float(getattr(value, "detach", lambda: value)()))
 
-    def activation(self, name: str, tensor: Any) -> None:
+    def activation(self, name: str, tensor: Tensor) -> None:
         """A tensor [samples, ...] of the microbatch of the last call, and its gradient: for
         what no module gives back."""
         root = next((root for root in self._roots if root.microbatches), None)
@@ -174,7 +180,7 @@ class Recorder:
                 root.microbatches.clear()
                 root.recomputed.clear()
 
-    def _begin_microbatch(self, root: _Root, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begin_microbatch(self, root: _Root, _: Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         if _in_backward():
             return
         place = 0 if root.stage is None else root.stage.microbatch
@@ -206,11 +212,11 @@ class Recorder:
                     f"module {name} is compiled, and hooks see nothing in compiled modules. Record it "
                     "without torch.compile."
                 )
-            raw: list[Any] = []
+            raw: list[object] = []
             yield module.register_forward_hook(partial(_remember, raw), prepend=True)
             yield module.register_forward_hook(partial(self._after_module, root, name, raw))
 
-    def _after_module(self, root: _Root, name: str, raw: list[Any], _: Any, __: Any, output: Any) -> None:
+    def _after_module(self, root: _Root, name: str, raw: list[object], _: Module, __: object, output: object) -> None:
         before, raw[:] = list(raw), []
         if not root.trains or not root.microbatches:
             return
@@ -232,7 +238,9 @@ class Recorder:
             else:
                 self._see(whole, microbatch, tensor, partial(place, name=whole, slices=slices))
 
-    def _see(self, name: str, microbatch: tuple[int, int], tensor: Any, where: Callable[[Any], Placed | None]) -> None:
+    def _see(
+        self, name: str, microbatch: tuple[int, int], tensor: Tensor, where: Callable[[Tensor], Placed | None]
+    ) -> None:
         if not tensor.is_floating_point():
             return
         self._samples(ACTIVATION, name, microbatch, where(tensor))
@@ -257,13 +265,13 @@ class Recorder:
 
     # the optimizer
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         self.gradients()
         for index, group in enumerate(optimizer.param_groups):
             if "lr" in group:
                 self._keep_scalar("learning_rate" if not index else f"learning_rate.{index}", float(group["lr"]))
 
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         held = [each for group in optimizer.param_groups for each in group["params"] if id(each) in self._name_of]
         for parameter in held:
             name = self._name_of[id(parameter)]
@@ -292,7 +300,7 @@ class Recorder:
                     f"{name} and another parameter are both called {shared!r}. Give them different names with `names`."
                 )
 
-    def _place(self, tensor: Any, name: str) -> Placed | None:
+    def _place(self, tensor: Tensor, name: str) -> Placed | None:
         return place(tensor, name, cuts_of(name, self._cuts))
 
     def _keep_scalar(self, name: str, value: float) -> None:
@@ -308,7 +316,7 @@ class Recorder:
         summary = summarize(np.atleast_1d(values), placed.shape or (1,), placed.region or ((0, 1),))
         self._file.keep(key, Piece(self._file.global_rank, placed.shape, placed.region, summary))
 
-    def _notice_precision(self, dtype: Any) -> None:
+    def _notice_precision(self, dtype: torch.dtype) -> None:
         import torch
 
         roundoff = torch.finfo(dtype).eps / 2
@@ -317,7 +325,7 @@ class Recorder:
             self._file.keep(ROUNDOFF, Piece(self._file.global_rank, (), (), summary_of_scalar(roundoff), roundoff))
 
 
-def _new_file(folder: Path, parameters: Mapping[str, Any], exact: bool) -> FileLedger:
+def _new_file(folder: Path, parameters: Mapping[str, Tensor], exact: bool) -> FileLedger:
     """This rank's file, not yet open. Raises `PlanError` where the folder has a ledger."""
     import torch
     import torch.distributed as dist
@@ -340,12 +348,12 @@ def _root(model: Any, first_sample: int) -> _Root:
     return _Root(model.submod, first_sample, StageHook(model)) if is_stage(model) else _Root(model, first_sample)
 
 
-def _remember(raw: list[Any], _: Any, __: Any, output: Any) -> None:
+def _remember(raw: list[object], _: Module, __: object, output: object) -> None:
     """Keeps what a module gave before a parallel style turned it into a plain tensor."""
     raw[:] = [output] if is_dtensor(output) else []
 
 
-def _trains(module: Any) -> bool:
+def _trains(module: Module) -> bool:
     """False where a call only looks: an evaluation, or a pipeline that asks for shapes."""
     import torch
 
@@ -358,7 +366,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _tensors(value: Any) -> Iterator[tuple[str, Any]]:
+def _tensors(value: object) -> Iterator[tuple[str, Tensor]]:
     """The tensors in a module's output, with what distinguishes them: nothing for a tensor alone, `.0`,
     `.1` or a key in others."""
     import torch
@@ -373,5 +381,5 @@ def _tensors(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f".{index}{suffix}", tensor) for suffix, tensor in _tensors(part))
 
 
-def _without(sizes: tuple[Any, ...], dim: int) -> Any:
+def _without(sizes: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return (*sizes[:dim], *sizes[dim + 1 :])

@@ -16,7 +16,7 @@ class StageHook:
         self._forward_one_chunk = stage.forward_one_chunk
         stage.forward_one_chunk = self
 
-    def __call__(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, fwd_chunk_id: int, *args: object, **kwargs: object) -> object:
         """The stage's own method."""
         self.microbatch = fwd_chunk_id
         try:
@@ -29,6 +29,6 @@ class StageHook:
         self.stage.forward_one_chunk = self._forward_one_chunk
 
 
-def is_stage(value: Any) -> bool:
+def is_stage(value: object) -> bool:
     """Whether a value is a stage, and no module."""
     return hasattr(value, "forward_one_chunk") and hasattr(value, "submod")

@@ -148,7 +148,7 @@ def _rank_of(file: Path) -> int:
     return int(file.stem.partition("-")[2])
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], RankLedger]:
+def _read_file(path: Path) -> tuple[dict[str, object], RankLedger]:
     lines = read_lines(path)
     header = parse_json(next(lines, ""), f"{path}:1")
     if problem := header_problem(header):

@@ -123,7 +123,7 @@ def _region(region: Any, shape: list[int]) -> Region:
     return tuple((lo, hi) for lo, hi in region)
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if value in _NOT_FINITE and isinstance(value, str):
         return float(value)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= 1e308:
@@ -131,10 +131,10 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     words = repr(value)
     return words if len(words) <= 80 else f"{words[:80]}..."

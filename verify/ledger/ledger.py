@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ...core.base.digest import Digest, Region, digest, full_region
 from .stored import StoredValues, store_values
 from .summary import NUM_SUMS, Summary, summarize
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ACTIVATION = "activation"
 ACTIVATION_GRADIENT = "activation gradient"
@@ -150,7 +153,7 @@ class LedgerWriter:
                 lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, tokens, gradient)
             )
 
-    def gradient(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
+    def gradient(self, name: str, slices: Sequence[slice], tensor: Tensor) -> None:
         """The reduced gradient of a parameter's shard."""
         self._shard(GRADIENT, name, self.shapes[name], slices, tensor)
 
@@ -159,11 +162,11 @@ class LedgerWriter:
         self._shard(OPTIMIZER, f"{name}.exp_avg", self.shapes[name], slices, exp_avg)
         self._shard(OPTIMIZER, f"{name}.exp_avg_sq", self.shapes[name], slices, exp_avg_sq)
 
-    def weight(self, name: str, slices: Sequence[slice], tensor: Any, *, step: int | None = None) -> None:
+    def weight(self, name: str, slices: Sequence[slice], tensor: Tensor, *, step: int | None = None) -> None:
         """A parameter's shard after the optimizer step; with `step` after that one, which has begun before the last."""
         self._shard(WEIGHT, name, self.shapes[name], slices, tensor, step)
 
-    def recomputed(self, name: str, microbatch: Any, tokens: Sequence[slice] | None, tensor: Any) -> None:
+    def recomputed(self, name: str, microbatch: Any, tokens: Sequence[slice] | None, tensor: Tensor) -> None:
         """What a backward has computed again, with its gradient once backward reaches it; without `tokens` a tensor of
         this rank alone, under the microbatch's first sample."""
         if tokens is None:
@@ -181,11 +184,11 @@ class LedgerWriter:
                 lambda gradient: self._samples(ACTIVATION_GRADIENT, name, microbatch, tokens, gradient)
             )
 
-    def brought(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
+    def brought(self, name: str, slices: Sequence[slice], tensor: Tensor) -> None:
         """What this rank brings to UNSHARD of a parameter."""
         self._shard(BROUGHT, name, self.shapes[name], slices, tensor)
 
-    def gathered(self, name: str, slices: Sequence[slice], tensor: Any) -> None:
+    def gathered(self, name: str, slices: Sequence[slice], tensor: Tensor) -> None:
         """A parameter's shard as UNSHARD has brought it together."""
         self._shard(GATHERED, name, self.shapes[name], slices, tensor)
 
@@ -229,7 +232,7 @@ class LedgerWriter:
         name: str,
         shape: tuple[int, ...],
         slices: Sequence[slice],
-        tensor: Any,
+        tensor: Tensor,
         step: int | None = None,
     ) -> None:
         region = tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))
@@ -253,5 +256,5 @@ def summary_of_scalar(value: float) -> Summary:
     return Summary(lanes, lanes[0], abs(value), (value,) * NUM_SUMS)
 
 
-def _values(tensor: Any) -> np.ndarray:
+def _values(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().float().numpy()  # bf16, which numpy lacks, is exact in fp32

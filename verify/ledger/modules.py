@@ -6,7 +6,6 @@ The reference has every module on one device, uncut, a sample at a time, all in 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 from ...core.layout.layout import Layout
 from ...core.machine.variation import NO_VARIATION
@@ -54,7 +53,7 @@ def model_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {each.name: each.shape for each in (*parameters(model), *expert_biases(model))}
 
 
-def leaf_sizes(plan: AnyPlan) -> dict[str, Any]:
+def leaf_sizes(plan: AnyPlan) -> dict[str, object]:
     """The leaf sizes of a plan's sums, or of each module's."""
     return (
         asdict(plan.leaf_sizes)

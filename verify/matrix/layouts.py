@@ -329,7 +329,7 @@ def expected_cost(row: Row) -> float:
     return _cost(row, True)
 
 
-def reference_of(row: Row) -> tuple[Any, ...]:
+def reference_of(row: Row) -> tuple[object, ...]:
     """What makes two rows have one reference."""
     plan = plan_of(row)
     assert isinstance(plan, Plan)

@@ -69,7 +69,7 @@ class Outcome:
         return "\n".join([f"{words}  {self.elapsed_s:.1f} s", *(f"    {finding}" for finding in self.findings)])
 
     @property
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """The JSON form."""
         return {
             **self.row,

@@ -50,7 +50,7 @@ def keeps_the_block_before(patches: Patches) -> None:
         return blocks
 
     patches.replace(AttentionCore, "record_backward", record_backward)
-    patches.replace(attention_exchange, "_around", ring)
+    patches.replace(attention_exchange, "_ring_gather", ring)
 
 
 def forgets_the_window(patches: Patches) -> None:

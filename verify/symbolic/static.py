@@ -94,7 +94,7 @@ def _examined(given: Schedule, examination: Examination) -> StaticProof:
     return StaticProof(_report(examination), tuple(examination.findings), _text(given, examination))
 
 
-def _report(examination: Examination) -> dict[str, Any]:
+def _report(examination: Examination) -> dict[str, object]:
     """`ok`, `findings`, and `checked`: what the rules were asked about."""
     schedule = examination.schedule
     return {
