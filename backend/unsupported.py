@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from ..core.plan.plan import ModularPlan, Plan, ScheduleChoice
+from ..core.plan.plan import ModularPlan, Plan
 from ..core.plan.schedule_choice import named_schedule
 from ..core.plan.schedule_of import schedule_for
+from ..core.plan.sections import ScheduleChoice
 from ..core.program.buckets import sums_are_sharded
 from ..core.schedule import lower
 from ..core.schedule.action import Kind

@@ -44,7 +44,8 @@ from shardproof.backend.transport.memory import MemoryWorld
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Numerics, Precision
 
 MODELS = {
     768: ModelSpec(

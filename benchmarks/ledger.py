@@ -26,7 +26,8 @@ from shardproof.core.base.digest import digest
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Precision, Train
 from shardproof.verify.ledger.summary import summarize
 from shardproof.verify.run.record import LedgerObservers
 

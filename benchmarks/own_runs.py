@@ -21,8 +21,9 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, DataParallel, Numerics, Plan, Precision, ScheduleChoice
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Precision, ScheduleChoice
 from shardproof.core.program import Collective, Message, operations
 from shardproof.core.schedule import lower
 from shardproof.core.schedule.action import Action

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from shardproof import simulate
-from shardproof.backend.calibration.machine import Measurement, measure_machine
+from shardproof.backend.calibration.cases import Measurement
+from shardproof.backend.calibration.machine import measure_machine
 from shardproof.backend.launching.launch import Workers
 from shardproof.backend.pipeline.measure import measured_timeline
 from shardproof.core.machine.cluster import ClusterSpec

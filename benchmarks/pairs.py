@@ -25,7 +25,8 @@ from shardproof.backend.launching.launch import run_ranks
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Runtime, ScheduleChoice
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Numerics, Precision, Runtime, ScheduleChoice
 from shardproof.core.schedule.action import Kind
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Recompute
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Recompute
 from shardproof.simulator.engine.replicas import coupled, execute_replicas
 from shardproof.simulator.simulation.simulate import simulate
 

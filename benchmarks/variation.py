@@ -16,7 +16,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Recompute
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Recompute
 from shardproof.simulator.search.sensitivity import sensitivity
 from shardproof.simulator.simulation.simulate import simulate
 

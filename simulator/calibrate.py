@@ -18,9 +18,10 @@ from statistics import fmean, geometric_mean, median
 from typing import Any, Protocol
 
 from ..core.base.errors import PlanError
+from ..core.base.files import write_text
 from ..core.base.terminal import say
 from ..core.commands.commands import Command, service
-from ..core.commands.options import add_output, emit, write_text
+from ..core.commands.options import add_output, emit
 from ..core.commands.probes import PROBE_STEPS, PROBES
 from ..core.machine.cluster import ClusterSpec
 from ..core.plan.write import toml_value

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..core.base.errors import PlanError
+from ..core.base.files import write_text
 from ..core.base.terminal import ranking, say, table
 from ..core.base.units import format_bytes, format_count, format_s
 from ..core.commands.commands import Command
@@ -23,7 +24,6 @@ from ..core.commands.options import (
     read_durations,
     read_plan,
     read_search_space,
-    write_text,
 )
 from ..core.model.parameters import count_parameters
 from ..core.plan.plan import ModularPlan, Plan

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...core.plan.plan import Precision
+from ...core.plan.sections import Precision
 
 STEP_FACTOR = 2.0
 """By how much a scale changes at a time, as in torch's and Megatron-LM's scalers upwards

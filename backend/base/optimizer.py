@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from ...core.model.parameters import Parameter
-from ...core.plan.plan import Optimizer
+from ...core.plan.sections import Optimizer
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""

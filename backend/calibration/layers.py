@@ -14,7 +14,8 @@ from typing import Any
 from ...core.layout.layout import Layout
 from ...core.machine.cluster_presets import cluster_preset
 from ...core.model.model_presets import model_preset
-from ...core.plan.plan import Batch, Numerics, Plan, Precision
+from ...core.plan.plan import Plan
+from ...core.plan.sections import Batch, Numerics, Precision
 from .cases import Case
 
 TOKENS, LAYERS = 8, 4

@@ -25,7 +25,6 @@ from ..tensor_parallel import (
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
     WeightWork,
-    finish_tied,
     hidden_dropout,
     recomputed_layer,
 )
@@ -35,8 +34,6 @@ from .block import BlockFactory, TransformerBlock, make_blocks
 from .multi_token import MultiTokenPrediction
 from .own_block import check_names
 from .router import Router
-
-__all__ = ["Microbatch", "Stage", "finish_tied"]
 
 
 class Stage(nn.Module):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...core.schedule.action import RECEIVES, SENDS, Action, Kind
-from ...core.schedule.schedule import Placement
+from ...core.schedule.placement import Placement
 from ...core.schedule.timeline import Span, message_lane
 from ..watch.watch import Place, RankWatch
 

@@ -19,9 +19,9 @@ from typing import Literal
 
 import torch
 
-from ...core.plan.plan import Runtime
+from ...core.plan.sections import Runtime
 from ...core.schedule.action import SENDS, Action
-from ...core.schedule.schedule import Placement
+from ...core.schedule.placement import Placement
 from ...core.schedule.timeline import Span
 from ..watch.watch import Place
 from .messages import Clock, Mail, MessageChannel, direction_of, lane_name, other_end, peer_of

@@ -15,7 +15,8 @@ import numpy as np
 
 from ...core.layout.layout import Layout
 from ...core.schedule.action import SENDS, Kind
-from ...core.schedule.schedule import Placement, Schedule
+from ...core.schedule.placement import Placement
+from ...core.schedule.schedule import Schedule
 from .base import Channel, Group, Transport
 from .baton import Baton, PairedGroup
 

@@ -16,12 +16,12 @@ from ...core.layout.stages import StageLayers, to_string
 from ...core.machine.cluster import ClusterSpec
 from ...core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
 from ...core.model.model import ModelSpec
-from ...core.plan.plan import (
+from ...core.plan.plan import Plan
+from ...core.plan.sections import (
     Batch,
     DataParallel,
     Numerics,
     Optimizer,
-    Plan,
     Precision,
     Recompute,
     Runtime,

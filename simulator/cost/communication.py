@@ -25,8 +25,9 @@ from ...core.program import (
 )
 from ...core.schedule.action import Kind
 from ..engine.seconds import Seconds
-from ..network.network import Spread, collective_s, message_s, message_work_s
+from ..network.network import collective_s, message_s, message_work_s
 from ..network.spreads import Spreads
+from ..network.topology import Spread
 from ..stack.profiles import profile_of
 from .blocks import COMPONENT_OF_AXIS
 from .host_blocks import is_host, rate_share

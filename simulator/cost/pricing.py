@@ -28,7 +28,7 @@ from ...core.schedule.action import Kind
 from ..compute.compute import elementwise_s, host_s, slowed_s, traffic_s
 from ..engine.attribution import Sort, Sorts
 from ..engine.contention import Traffic
-from ..engine.seconds import COMPONENTS, GRID, NOTHING, Seconds, on_grid
+from ..engine.seconds import NOTHING, Seconds, on_grid
 from ..stack.delayed_scaling import AMAX_CALLS, amax_reduction, update_s
 from .blocks import COMPONENT_OF_AXIS, Block, BlockPricer, Part
 from .communication import CommunicationPricing, Place, composition
@@ -39,8 +39,6 @@ from .once_a_step import waited_s
 from .shared_links import shared_links
 from .traffic import group_traffic
 from .zero import alone_s, shared_card_s, table_share, uncovered, units
-
-__all__ = ["COMPONENTS", "GRID", "Pricing", "Seconds", "on_grid"]
 
 OPTIMIZER_KERNELS = 12
 """Launches of a multi-tensor optimizer step. Modelled."""

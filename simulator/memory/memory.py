@@ -21,7 +21,8 @@ import numpy as np
 from ...core.plan.plan import Plan
 from ...core.program import message_bytes
 from ...core.schedule.action import Kind
-from ...core.schedule.schedule import Placement, Schedule
+from ...core.schedule.placement import Placement
+from ...core.schedule.schedule import Schedule
 from ...core.schedule.timeline import MemorySample
 from ..engine.engine import Run
 from ..stack.profiles import profile_of
@@ -29,18 +30,9 @@ from .changes import all_changes
 from .peaks import peaks
 from .profiles import MemoryProfile, memory_profile
 from .reserved import reserved_bytes
-from .sizes import layer_activation_bytes, stage_activation_bytes, stage_sizes
+from .sizes import stage_sizes
 from .states import states_of
 from .static import buffers_bytes
-
-__all__ = [
-    "RankMemory",
-    "layer_activation_bytes",
-    "memory_samples",
-    "peak_in_flight",
-    "rank_memories",
-    "stage_activation_bytes",
-]
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 

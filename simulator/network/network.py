@@ -17,19 +17,7 @@ from ...core.machine.cluster import ClusterSpec
 from ...core.program import Collective
 from .measured import Measured, measured_line
 from .nccl import BASE_S, LAUNCH_S, Line, message_rate, nccl_lines, network_message_rate
-from .topology import Spread, degraded, leaf_of, link_bytes_per_s, network_share_bytes_per_s, spread_of, topology
-
-__all__ = [
-    "Choice",
-    "Spread",
-    "best_algorithm",
-    "collective_s",
-    "link_bytes_per_s",
-    "message_s",
-    "network_share_bytes_per_s",
-    "spread_of",
-    "topology",
-]
+from .topology import Spread, degraded, leaf_of, link_bytes_per_s, network_share_bytes_per_s
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ...core.layout.layout import AXES, Layout
 from ...core.machine.cluster import ClusterSpec
 from ...core.plan.plan import Plan
 from ...core.program import num_shards, tied_ends
-from .network import Spread, spread_of
+from .topology import Spread, spread_of
 
 DENSE_AXES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),

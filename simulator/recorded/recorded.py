@@ -22,7 +22,8 @@ from ...core.base.errors import TimelineError
 from ...core.plan.plan import Plan
 from ...core.schedule import lower
 from ...core.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from ...core.schedule.schedule import Placement, Schedule
+from ...core.schedule.placement import Placement
+from ...core.schedule.schedule import Schedule
 from ...core.schedule.timeline import COMPUTE_LANE, Timeline
 from ..cost.pricing import Pricing
 from ..engine.graph import Graph, build_graph

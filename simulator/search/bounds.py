@@ -18,7 +18,7 @@ import numpy as np
 from ...core.plan.plan import Plan
 from ...core.program import recomputes_all
 from ...core.schedule.action import Kind
-from ...core.schedule.schedule import Placement
+from ...core.schedule.placement import Placement
 from ..compute.compute import slowed_s
 from ..cost.pricing import Pricing
 from ..engine.seconds import COMPONENTS, GRID, Seconds

@@ -31,8 +31,6 @@ from ..step.step import Simulation, worst
 from .bounds import chain_bounds_s, family_bound_s, lower_bound_s, memory_bound_bytes
 from .space import Cut, Family, Tally, cuts, families, variants
 
-__all__ = ["REASONS", "SearchResult", "lower_bound_s", "search"]
-
 NUM_RANKED = 10
 """Candidates in the report."""
 

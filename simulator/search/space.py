@@ -19,8 +19,9 @@ from ...core.commands.options import SearchSpace
 from ...core.layout.layout import DEFAULT_ORDER, Layout
 from ...core.layout.microbatches import microbatch_counts
 from ...core.layout.stages import balanced_stages
-from ...core.plan.plan import Batch, DataParallel, Plan, Recompute, ScheduleChoice
+from ...core.plan.plan import Plan
 from ...core.plan.rules import broken_rules
+from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
 from ...core.schedule import CATALOG
 from ..stack.profiles import PROFILES
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from ...core.plan.plan import DataParallel, Plan, Precision, Runtime
+from ...core.plan.plan import Plan
+from ...core.plan.sections import DataParallel, Precision, Runtime
 from .casts import TORCHAO_CASTS
 from .profile import Profile
 

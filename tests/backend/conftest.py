@@ -13,7 +13,8 @@ from torch import Tensor
 from helpers.plans import product_plan
 from helpers.stage import spread_weights, tokens_of, whole_gradients
 from shardproof.backend.base.microbatch import Microbatch
-from shardproof.backend.model.transformer import Stage, finish_tied
+from shardproof.backend.gradients.gradients import finish_tied
+from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.model.model import ModelSpec

@@ -15,7 +15,8 @@ from shardproof.core.commands.cli import main
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.host import _group_limits, available_memory_bytes
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch
 from shardproof.simulator.search.fit import fit
 
 EIGHT_BILLION = ["--model", "llama3-8b", "--set", "model.vocab_size=259", "--sequence", "256", "--dtype", "bf16"]

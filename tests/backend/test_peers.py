@@ -16,7 +16,7 @@ import shardproof
 from shardproof.backend.base.optimizer import Held, ShardedAdamW
 from shardproof.backend.launching.launch import preload
 from shardproof.core.model.parameters import Parameter
-from shardproof.core.plan.plan import Optimizer
+from shardproof.core.plan.sections import Optimizer
 
 BENCHMARKS = Path(shardproof.__file__).parent / "benchmarks"
 

@@ -29,16 +29,9 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import Parameter
-from shardproof.core.plan.plan import (
-    DataParallel,
-    Numerics,
-    Optimizer,
-    Plan,
-    Runtime,
-    ScheduleChoice,
-    Train,
-)
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.plan.sections import DataParallel, Numerics, Optimizer, Runtime, ScheduleChoice, Train
 from shardproof.core.program import operations
 
 STEPS = 3

@@ -12,7 +12,7 @@ from shardproof.backend.trainer import run_steps
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.parameters import parameters
-from shardproof.core.plan.plan import ScheduleChoice
+from shardproof.core.plan.sections import ScheduleChoice
 
 
 class Collect(Observer):

@@ -13,7 +13,7 @@ from shardproof.core.machine.cluster import ClusterSpec
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import (
+from shardproof.core.plan.sections import (
     Batch,
     Checkpoint,
     DataParallel,

@@ -9,7 +9,8 @@ import pytest
 from helpers.plans import plan, product_plan, training_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, Train
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Numerics, Precision, Train
 
 
 def test_by_default_it_is_a_tiny_model_of_two_layers_on_one_device_in_exact_fp32():

@@ -14,10 +14,12 @@ from shardproof.core.commands.cli import main
 from shardproof.core.commands.probes import PROBES
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Precision
 from shardproof.simulator import calibrate
 from shardproof.simulator.calibrate import calibrated, cluster_toml
-from shardproof.simulator.network.network import collective_s, spread_of
+from shardproof.simulator.network.network import collective_s
+from shardproof.simulator.network.topology import spread_of
 from shardproof.simulator.simulation.simulate import simulate
 
 

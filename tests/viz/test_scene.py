@@ -4,7 +4,8 @@ import pytest
 
 from shardproof.core.base.errors import TimelineError
 from shardproof.core.schedule.action import Kind
-from shardproof.viz.scene import Box, LegendEntry, Resolution, build_scene
+from shardproof.viz.panels import Box, LegendEntry
+from shardproof.viz.scene import Resolution, build_scene
 
 GIB = 2**30
 PAPER = Resolution(1000)

@@ -9,20 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...backend.launching.launch import scratch_folder
 from ...core.base.digest import bit_words
 from ...core.plan.plan import Plan
 from ..ledger.compare import Difference, Values, compare, ranks_of
 from ..ledger.duplicates import as_two_runs, is_of_all, sources_of
 from ..ledger.ledger import ACTIVATION, RECOMPUTED, Key, Piece, RunLedger
 from ..ledger.modules import plan_of_rank
-from ..run.proof_run import (
-    PARTS_FILE,
-    ProofJob,
-    TransportName,
-    one_device,
-    run_ledger,
-    scratch_folder,
-)
+from ..run.proof_run import PARTS_FILE, ProofJob, TransportName, one_device, run_ledger
 from .captured import Captured, context_of, part_of
 
 CAPTURE_BYTES = 2**28

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...backend.data.vocabulary import unknown_ids
+from ...backend.launching.launch import scratch_folder
 from ...backend.unsupported import unsupported
 from ...core.base.digest import to_hex
 from ...core.base.errors import MissingExtraError, PlanError
 from ...core.base.findings import Finding
-from ...core.plan.plan import DataParallel, ModularPlan, Plan
+from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.sections import DataParallel
 from ..causes.describe import (
     count_words,
     describe,
@@ -39,12 +41,8 @@ from ..run.proof_run import (
     Scenario,
     TransportName,
     one_device,
-    probe_rank,
     probed,
-    prove_rank,
     run_ledger,
-    scratch_folder,
-    train_steps,
 )
 from ..run.reference import Reference, reference_words
 from ..run.references import References
@@ -54,23 +52,6 @@ from .twin import MAX_THREADS, MAX_WORLD_SIZE, provable, twin, usual_transport
 
 if TYPE_CHECKING:
     from ...backend.model.block import BlockFactory
-
-__all__ = [
-    "Proof",
-    "ProofJob",
-    "Scenario",
-    "TransportName",
-    "describe",
-    "divergence",
-    "one_device",
-    "probe_rank",
-    "prove",
-    "prove_rank",
-    "run_against",
-    "run_fast",
-    "run_ledger",
-    "train_steps",
-]
 
 
 @dataclass(frozen=True)

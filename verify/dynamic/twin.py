@@ -17,13 +17,14 @@ from typing import Any, Literal
 from ...core.base.divisors import divisors
 from ...core.base.errors import PlanError
 from ...core.layout.layout import Layout
+from ...core.layout.routed_tokens import RoutedTokens
 from ...core.layout.stages import StageLayers, to_string
 from ...core.machine.cluster_presets import cluster_preset
 from ...core.machine.variation import NO_VARIATION
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import count_parameters
-from ...core.plan.plan import Batch, ModularPlan, Numerics, Plan
-from ...core.program.expert_tokens import RoutedTokens
+from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.sections import Batch, Numerics
 from ...core.schedule import CATALOG
 from ...core.schedule.passes import MAX_ACTIVE_STAGES
 

@@ -15,8 +15,9 @@ from ...core.base.divisors import divisors
 from ...core.base.errors import PlanError
 from ...core.base.reduction import cut
 from ...core.layout.layout import DEFAULT_ORDER, Layout
-from ...core.plan.plan import Batch, DataParallel, Plan, Recompute, Runtime, ScheduleChoice
+from ...core.plan.plan import Plan
 from ...core.plan.rules import broken_rules
+from ...core.plan.sections import Batch, DataParallel, Recompute, Runtime, ScheduleChoice
 from ...core.schedule import CATALOG
 from .covering import Covering, Feature, Row, Space, cover, first_possible
 from .problems import NUM_LAYERS, PROBLEMS, TOKENS, Problem

@@ -24,7 +24,8 @@ from ...core.base.terminal import say
 from ...core.commands.cli import exit_code, run_program
 from ...core.commands.options import add_output, check_output, emit
 from ...core.plan.plan import ModularPlan, Plan
-from ..dynamic.proof import TransportName, prove
+from ..dynamic.proof import prove
+from ..run.proof_run import TransportName
 from ..run.references import References
 from .covering import Covering, Feature, Row
 from .kinds import sample

@@ -13,7 +13,8 @@ from ...backend.numerics.exact import ExactNumerics
 from ...backend.numerics.exact_gradients import ExactAccumulator
 from ...backend.ranks.training_rank import TrainingRank
 from ...core.base.reduction import cut
-from ...core.plan.plan import DataParallel, Plan
+from ...core.plan.plan import Plan
+from ...core.plan.sections import DataParallel
 from ..ledger.ledger import GRADIENT
 from .mutant import Expected, Mutant
 from .patches import Function, Patches

@@ -15,7 +15,7 @@ from ...backend.checkpoint import saver, tensors
 from ...backend.checkpoint.saver import Checkpoints
 from ...backend.checkpoint.tensors import Piece
 from ...backend.ranks.training_rank import TrainingRank
-from ...core.plan.plan import DataParallel, ScheduleChoice
+from ...core.plan.sections import DataParallel, ScheduleChoice
 from ..ledger.ledger import OPTIMIZER
 from .mutant import Expected, Mutant, Stops
 from .patches import Function, Patches, rank_here

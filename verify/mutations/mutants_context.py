@@ -14,7 +14,7 @@ from ...backend.model import attention_core, attention_exchange
 from ...backend.model.attention_blocks import Block
 from ...backend.model.attention_core import AttentionCore
 from ...backend.tensor_parallel import LayerContext
-from ...core.plan.plan import Runtime
+from ...core.plan.sections import Runtime
 from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT
 from .mutant import Expected, Mutant
 from .patches import Function, Patches

@@ -12,7 +12,8 @@ from torch import Tensor
 from ...backend.model import block, transformer
 from ...backend.model.router import Router
 from ...backend.ranks.training_rank import TrainingRank
-from ...core.plan.plan import Plan, Recompute
+from ...core.plan.plan import Plan
+from ...core.plan.sections import Recompute
 from ..ledger.ledger import ACTIVATION
 from .mutant import Expected, Mutant
 from .mutants_more import OURS

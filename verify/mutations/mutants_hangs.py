@@ -15,7 +15,7 @@ from ...backend.pipeline.messages import Lane
 from ...backend.ranks import training_rank
 from ...backend.ranks.totals import Totals
 from ...backend.ranks.training_rank import TrainingRank
-from ...core.plan.plan import DataParallel
+from ...core.plan.sections import DataParallel
 from ...core.schedule.action import SENDS, Action, Kind
 from .mutant import Mutant, Stops
 from .mutants_more import OURS

@@ -15,7 +15,8 @@ from ...backend.numerics import exact
 from ...backend.pipeline.messages import Mail
 from ...backend.transport.base import Channel
 from ...core.layout.stage_parameters import Usage
-from ...core.plan.plan import DataParallel, Plan
+from ...core.plan.plan import Plan
+from ...core.plan.sections import DataParallel
 from ...core.program.buckets import Bucket
 from ...core.schedule.action import Action, Kind
 from ..ledger.ledger import ACTIVATION, GRADIENT

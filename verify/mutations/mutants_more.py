@@ -19,7 +19,8 @@ from ...backend.ranks.totals import Totals
 from ...backend.ranks.training_rank import TrainingRank
 from ...core.base.reduction import cut
 from ...core.model.parameters import TOKEN_TABLE
-from ...core.plan.plan import DataParallel, Plan
+from ...core.plan.plan import Plan
+from ...core.plan.sections import DataParallel
 from ..ledger.ledger import ACTIVATION_GRADIENT, GRADIENT, OPTIMIZER, SCALAR, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_accumulation import whole_plan, zero_plan

@@ -16,7 +16,8 @@ from ...backend.data_parallel.late import LAST, LateGather, _shared
 from ...backend.gradients.gradients import Gradients
 from ...backend.ranks.training_rank import TrainingRank
 from ...core.layout.stage_parameters import Usage
-from ...core.plan.plan import DataParallel, Plan, ScheduleChoice
+from ...core.plan.plan import Plan
+from ...core.plan.sections import DataParallel, ScheduleChoice
 from ..ledger.ledger import GATHERED, GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_more import OURS

@@ -8,7 +8,8 @@ from typing import Any
 
 from ...backend.model import multi_token, router
 from ...backend.model.router import Router
-from ...core.plan.plan import Plan, Precision
+from ...core.plan.plan import Plan
+from ...core.plan.sections import Precision
 from ..ledger.ledger import ACTIVATION_GRADIENT, WEIGHT
 from .mutant import Expected, Mutant
 from .patches import Function, Patches

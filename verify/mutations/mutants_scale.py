@@ -10,7 +10,8 @@ from torch import Tensor
 from ...backend.gradients.gradients import Gradients
 from ...backend.numerics.exact import ExactNumerics
 from ...backend.ranks.training_rank import TrainingRank
-from ...core.plan.plan import DataParallel, Plan
+from ...core.plan.plan import Plan
+from ...core.plan.sections import DataParallel
 from ..ledger.ledger import GRADIENT
 from .mutant import Expected, Mutant
 from .patches import Function, Patches

@@ -7,7 +7,8 @@ from typing import Any
 from ...core.layout.layout import Layout
 from ...core.machine.cluster_presets import cluster_preset
 from ...core.model.model import ModelSpec
-from ...core.plan.plan import Batch, Numerics, Optimizer, Plan, Precision, ScheduleChoice, Train
+from ...core.plan.plan import Plan
+from ...core.plan.sections import Batch, Numerics, Optimizer, Precision, ScheduleChoice, Train
 
 SEQUENCE = 16
 

@@ -21,7 +21,8 @@ from ...core.base.errors import PlanError, RankFailure
 from ...core.base.findings import Finding
 from ...core.layout.layout import Layout
 from ...core.machine.variation import NO_VARIATION
-from ...core.plan.plan import Batch, DataParallel, ModularPlan, Plan, Recompute, ScheduleChoice
+from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
 from ..ledger.ledger import (
     ACTIVATION,
     HELD_OUT,

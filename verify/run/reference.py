@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ...backend.launching.launch import scratch_folder
 from ...core.base.findings import Finding
 from ...core.model.parameters import parameters
 from ...core.plan.plan import Plan
@@ -37,7 +38,7 @@ from . import adamw
 from .decoder import Inputs
 from .forward import Made, Recorded, activation_names, gradient_names, made, router_gradients, samples_checked
 from .gradient_parts import Measured, usual_size, whole
-from .proof_run import ProofJob, run_ledger, scratch_folder
+from .proof_run import ProofJob, run_ledger
 from .reference_run import (
     COUNTED_FILE,
     DERIVATIVE_FILE,

@@ -7,7 +7,8 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import Any
 
-from ...core.plan.plan import ModularPlan, Plan, Train
+from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.sections import Train
 from ..ledger.ledger import RunLedger
 from ..ledger.modules import parts_of
 from .proof_run import ProofJob, run_ledger

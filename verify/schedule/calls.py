@@ -14,7 +14,7 @@ from functools import cached_property
 from ...core.base.errors import ScheduleError
 from ...core.layout.layout import Layout
 from ...core.schedule.action import Action, Kind
-from ...core.schedule.schedule import Placement
+from ...core.schedule.placement import Placement
 
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "all_to_all"})
 """Collectives that bring the parts of a sum together; the all_gather that may follow only hands the result out."""

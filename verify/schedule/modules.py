@@ -19,7 +19,8 @@ from ...core.plan.schedule_of import modular_schedule, schedule_for
 from ...core.program.bridge import messages, stage_grid
 from ...core.schedule import lower
 from ...core.schedule.action import ActionArray, Kind
-from ...core.schedule.schedule import Placement, Schedule
+from ...core.schedule.placement import Placement
+from ...core.schedule.schedule import Schedule
 from .check import examine
 from .facts import Facts
 from .plan_facts import plan_calls

@@ -27,7 +27,7 @@ from ...core.program import (
 from ...core.program.buckets import bucket_layers, sums_are_sharded
 from ...core.program.holdings import PART_LAYERS, KnownPart, knows_heads
 from ...core.schedule.action import Kind
-from ...core.schedule.schedule import Placement
+from ...core.schedule.placement import Placement
 from .experts import EXPERT_AXES, ExpertGrid
 from .expressions import MODULUS, digest, digests
 from .layers import Program

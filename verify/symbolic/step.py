@@ -12,7 +12,7 @@ from ...core.plan.plan import Plan
 from ...core.program import Collective, Operations, num_copies, num_shards
 from ...core.program.buckets import gathered_sizes
 from ...core.schedule.action import Kind
-from ...core.schedule.schedule import Placement
+from ...core.schedule.placement import Placement
 from .experts import EXPERT_AXES, ExpertGrid
 from .expressions import MODULUS, digest, digests
 from .layers import Program

@@ -25,7 +25,8 @@ from ...core.base.findings import Finding
 from ...core.layout.layout import Layout
 from ...core.machine.cluster import ClusterSpec
 from ...core.machine.variation import NO_VARIATION
-from ...core.plan.plan import DataParallel, Plan, ScheduleChoice
+from ...core.plan.plan import Plan
+from ...core.plan.sections import DataParallel, ScheduleChoice
 from ...core.program import LayerWork, Product, sequences_are_cut
 from ...core.schedule import lower
 from ...core.schedule.action import Kind

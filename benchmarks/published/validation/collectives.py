@@ -8,7 +8,8 @@ from ....core.machine.cluster import ClusterSpec
 from ....core.machine.cluster_presets import cluster_preset
 from ....core.program import Collective
 from ....simulator.network.nccl import LINK_RING_S, NETWORK_RING_S
-from ....simulator.network.network import Spread, best_algorithm
+from ....simulator.network.network import best_algorithm
+from ....simulator.network.topology import Spread
 from ..row import Row, RowError
 
 PRESETS = (

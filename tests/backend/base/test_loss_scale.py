@@ -18,10 +18,7 @@ from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.core.base.errors import DivergedError, PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import (
-    DataParallel,
-    Precision,
-)
+from shardproof.core.plan.sections import DataParallel, Precision
 from shardproof.verify.dynamic.proof import prove
 
 TOO_MUCH = 2.0**20

@@ -13,7 +13,8 @@ from shardproof.backend.transport.memory import MemoryWorld
 from shardproof.core.commands.probes import PROBES
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Numerics, Precision
 from shardproof.simulator.calibrate import calibrated
 from shardproof.simulator.simulation.simulate import simulate
 

@@ -36,13 +36,13 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import expert_biases, parameters
-from shardproof.core.plan.plan import (
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import (
     Batch,
     Checkpoint,
     DataParallel,
     Numerics,
     Optimizer,
-    Plan,
     Precision,
     Recompute,
     ScheduleChoice,

@@ -42,7 +42,8 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import PlanError, RankFailure
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.plan.plan import Plan, Train
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Train
 
 RANKS = 2
 SHAPES = {"a": (4, 3), "b": (6,), "c": (2, 2), "count": ()}

@@ -20,10 +20,8 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import (
-    Numerics,
-)
 from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.plan.sections import Numerics
 from shardproof.core.program import operations
 from shardproof.core.program.buckets import ROUTERS, gathered_sizes
 from shardproof.core.schedule.action import Kind

@@ -16,7 +16,8 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stage_parameters import Usage, stage_usages
 from shardproof.core.model.parameters import TOKEN_TABLE, Parameter
-from shardproof.core.plan.plan import Batch, Numerics, Plan
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Numerics
 from shardproof.core.program.buckets import bucket_sizes, filled_buckets, gradient_buckets, owned_interval
 from shardproof.core.schedule.action import Kind
 

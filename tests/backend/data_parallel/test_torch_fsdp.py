@@ -17,11 +17,7 @@ from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import (
-    Checkpoint,
-    DataParallel,
-    Recompute,
-)
+from shardproof.core.plan.sections import Checkpoint, DataParallel, Recompute
 from shardproof.verify.dynamic.proof import prove
 
 STEPS = 3

@@ -17,7 +17,8 @@ from shardproof.backend.numerics.dropout import dropout_mask
 from shardproof.backend.tensor_parallel import LayerContext, context_part, context_whole
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Plan, Precision
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Precision
 
 SAMPLES, HEADS, HEAD_DIM = 2, 6, 8
 FIRST_SAMPLE = 4

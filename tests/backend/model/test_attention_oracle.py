@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 from helpers.plans import plan
 from shardproof.backend.base.microbatch import Microbatch
+from shardproof.backend.gradients.gradients import finish_tied
 from shardproof.backend.model.attention_core import AttentionCore
 from shardproof.backend.model.multi_token import later_targets
-from shardproof.backend.model.transformer import Stage, finish_tied
+from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
 from shardproof.backend.tensor_parallel import LayerContext
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -28,7 +29,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import TOKEN_TABLE, parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Numerics, Precision
 
 BOUND = 96 * 96 * 2.0**-24
 SAMPLES, SEQUENCE = 4, 24

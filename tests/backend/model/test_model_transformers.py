@@ -27,10 +27,8 @@ from shardproof.backend.trainer import run_steps
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.huggingface import read_config
-from shardproof.core.plan.plan import (
-    Plan,
-    Precision,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Precision
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -16,11 +16,9 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.transport.mesh import Mesh
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import (
-    Plan,
-    ScheduleChoice,
-)
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.plan.sections import ScheduleChoice
 
 STEPS = 2
 

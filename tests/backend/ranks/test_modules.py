@@ -23,14 +23,14 @@ from shardproof.backend.transport.base import SoloGroup
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import DivergedError, PlanError
-from shardproof.core.plan.plan import Checkpoint
 from shardproof.core.plan.schedule_of import modular_schedule
+from shardproof.core.plan.sections import Checkpoint
 from shardproof.core.schedule.action import SENDS, Kind
 from shardproof.simulator.step.modules import bridge_bytes
-from shardproof.verify.dynamic.proof import ProofJob, prove_rank
 from shardproof.verify.ledger.compare import compare
 from shardproof.verify.ledger.ledger import WEIGHT, RunLedger
 from shardproof.verify.ledger.modules import uncut
+from shardproof.verify.run.proof_run import ProofJob, prove_rank
 
 SIX = "tiny-gpt-6h"
 

@@ -12,7 +12,8 @@ from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Recompute, ScheduleChoice
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Numerics, Recompute, ScheduleChoice
 from shardproof.simulator.memory.layers import full_recompute, layer_nodes
 from shardproof.simulator.memory.profiles import memory_profile
 from shardproof.simulator.memory.tensors import LayerTensors

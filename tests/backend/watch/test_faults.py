@@ -30,12 +30,8 @@ from shardproof.core.base.errors import (
     error_words,
 )
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import (
-    DataParallel,
-    Plan,
-    Runtime,
-    ScheduleChoice,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import DataParallel, Runtime, ScheduleChoice
 from shardproof.core.schedule.action import SENDS, Action
 
 SECOND_STEP = "step 2"

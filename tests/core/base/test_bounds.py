@@ -12,7 +12,8 @@ from shardproof.core.commands.cli import main
 from shardproof.core.layout.stages import num_mtp_written
 from shardproof.core.model.huggingface import model_from_config
 from shardproof.core.plan.keys import KEYS, Key
-from shardproof.core.plan.plan import Batch, build_plan
+from shardproof.core.plan.plan import build_plan
+from shardproof.core.plan.sections import Batch
 from shardproof.core.plan.toml import Given
 
 WHOLE = (10**5000, 10**30, 2**63, 2**40, 2**31, -1, -(10**30))

@@ -17,7 +17,8 @@ from shardproof.core.commands.options import (
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, DataParallel, Plan
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, DataParallel
 
 PLAN = """\
 [model]

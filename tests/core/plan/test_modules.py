@@ -24,7 +24,7 @@ from shardproof.core.program.bridge import bridge_messages, stage_grid
 from shardproof.core.schedule import build, lower
 from shardproof.core.schedule.action import Kind
 from shardproof.core.schedule.joined import joined_schedule
-from shardproof.core.schedule.schedule import Placement
+from shardproof.core.schedule.placement import Placement
 from shardproof.verify.ledger.modules import uncut
 
 EXAMPLE = (EXAMPLES / "encoder_decoder.toml").read_text()

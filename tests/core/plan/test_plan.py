@@ -13,19 +13,19 @@ from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS, cluster_pre
 from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
 from shardproof.core.plan.keys import KEYS, NOUNS
 from shardproof.core.plan.keys.modules import MODULE_KEYS
-from shardproof.core.plan.plan import (
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.rules import RULES
+from shardproof.core.plan.sections import (
     Batch,
     DataParallel,
     Numerics,
     Optimizer,
-    Plan,
     Precision,
     Recompute,
     Runtime,
     ScheduleChoice,
     Train,
 )
-from shardproof.core.plan.rules import RULES
 from shardproof.core.plan.write import toml_value
 
 GPT3 = """\

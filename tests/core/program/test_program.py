@@ -16,7 +16,8 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import TOKEN_TABLE, count_parameters
-from shardproof.core.plan.plan import Batch, Plan
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch
 from shardproof.core.program import (
     Collective,
     Message,

@@ -11,7 +11,7 @@ import pytest
 from helpers.plans import product_plan
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import count_parameters, layer_parameters, parameters
-from shardproof.core.plan.plan import Numerics, Precision
+from shardproof.core.plan.sections import Numerics, Precision
 from shardproof.core.program import (
     Collective,
     Held,

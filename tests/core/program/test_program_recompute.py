@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from helpers.plans import product_plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Plan, Recompute
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Recompute
 from shardproof.core.program import (
     Collective,
     Group,

@@ -9,7 +9,8 @@ from shardproof import build, check, lower, run_schedule
 from shardproof.core.base.errors import ScheduleError
 from shardproof.core.schedule import CATALOG
 from shardproof.core.schedule.action import Kind
-from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.placement import Placement
+from shardproof.core.schedule.schedule import Schedule
 from shardproof.simulator.memory.memory import peak_in_flight
 
 

@@ -22,7 +22,8 @@ from shardproof.core.schedule import (
 from shardproof.core.schedule.action import Action, Kind
 from shardproof.core.schedule.messages import add_messages, unit_times
 from shardproof.core.schedule.passes import add_reductions, add_steps
-from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.placement import Placement
+from shardproof.core.schedule.schedule import Schedule
 from shardproof.simulator.engine.engine import run_schedule
 from shardproof.verify.schedule.check import check
 

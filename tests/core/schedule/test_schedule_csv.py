@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from shardproof.core.base.errors import ScheduleError
 from shardproof.core.schedule import CATALOG, build, lower
 from shardproof.core.schedule.action import PER_MICROBATCH, Action, ActionArray, Kind, parse_cell
-from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.placement import Placement
+from shardproof.core.schedule.schedule import Schedule
 
 numbers = st.integers(0, 10**9 - 1)
 actions = st.one_of(

@@ -16,7 +16,8 @@ from shardproof.core.schedule import CATALOG, build, search
 from shardproof.core.schedule.action import Kind
 from shardproof.core.schedule.messages import add_messages
 from shardproof.core.schedule.passes import add_reductions, add_steps
-from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.placement import Placement
+from shardproof.core.schedule.schedule import Schedule
 from shardproof.core.schedule.search import search_schedule
 from shardproof.core.schedule.search_bounds import lower_bound
 from shardproof.core.schedule.search_problem import (

@@ -16,7 +16,8 @@ from shardproof.core.base.errors import ScheduleError, UnknownNameError
 from shardproof.core.schedule import CATALOG, action, build, catalog, default_name, interleaved, lower, schedule
 from shardproof.core.schedule.action import Action, Kind
 from shardproof.core.schedule.interleaved import schedule_table, warmup_counts
-from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.placement import Placement
+from shardproof.core.schedule.schedule import Schedule
 
 FACTS = json.loads((DATA / "schedule_facts.json").read_text())["facts"]
 

@@ -11,18 +11,15 @@ from shardproof.core.base.errors import ClusterError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import (
-    Plan,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Recompute, Runtime, ScheduleChoice
 from shardproof.core.program import Collective, Product, operations
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.compute.host_kernels import attention_head_s, host_product_s, kernel_s
 from shardproof.simulator.cost.host_blocks import host_step_s, is_host, rate_share
 from shardproof.simulator.cost.pricing import Pricing
-from shardproof.simulator.network.network import collective_s, spread_of
+from shardproof.simulator.network.network import collective_s
+from shardproof.simulator.network.topology import spread_of
 from shardproof.simulator.simulation.simulate import simulate
 
 SIZES = (16, 64, 256, 1024)

@@ -14,7 +14,8 @@ from shardproof.benchmarks.published.row import Row
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision, Runtime
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Precision, Runtime
 from shardproof.core.program import Product
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.compute.compute import (

@@ -14,15 +14,8 @@ from shardproof.core.machine.cluster import ClusterSpec
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import (
-    DataParallel,
-    Numerics,
-    Plan,
-    Precision,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import DataParallel, Numerics, Precision, Recompute, Runtime, ScheduleChoice
 from shardproof.core.program import Collective, Product, gradient_elements, held_elements, operations
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.compute.compute import product_s
@@ -30,7 +23,7 @@ from shardproof.simulator.cost.communication import Place, forget
 from shardproof.simulator.cost.pricing import PARTS, Pricing
 from shardproof.simulator.engine.attribution import Sort, busy_s, sorts_of
 from shardproof.simulator.engine.seconds import COMPONENTS, GRID, Seconds
-from shardproof.simulator.search.search import lower_bound_s
+from shardproof.simulator.search.bounds import lower_bound_s
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.stack.profiles import PROFILES
 

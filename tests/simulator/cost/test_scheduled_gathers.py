@@ -11,15 +11,17 @@ from helpers.plans import product_plan
 from shardproof.core.commands.options import SearchSpace
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, ScheduleChoice
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.plan.sections import Batch, ScheduleChoice
 from shardproof.core.program import stage_elements
 from shardproof.core.schedule import lower
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.memory.memory import rank_memories
+from shardproof.simulator.search.bounds import lower_bound_s
 from shardproof.simulator.search.fit import fit
-from shardproof.simulator.search.search import lower_bound_s, search
+from shardproof.simulator.search.search import search
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.step.step import Simulation
 from shardproof.verify.dynamic.twin import twin

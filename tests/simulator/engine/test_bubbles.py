@@ -14,7 +14,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan, Precision
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Precision
 from shardproof.core.schedule import build, lower
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.engine.attribution import busy_s, sorts_of

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from shardproof.core.base.errors import ScheduleError
 from shardproof.core.schedule import build, lower
 from shardproof.core.schedule.action import COMPUTE, Action, Kind
-from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.placement import Placement
+from shardproof.core.schedule.schedule import Schedule
 from shardproof.core.schedule.timeline import Timeline
 from shardproof.simulator.engine.engine import execute, run_schedule
 from shardproof.simulator.engine.graph import build_graph

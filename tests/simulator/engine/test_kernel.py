@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from shardproof.core.base.errors import ScheduleError
 from shardproof.core.schedule import build, lower
 from shardproof.core.schedule.action import Kind
-from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.placement import Placement
+from shardproof.core.schedule.schedule import Schedule
 from shardproof.simulator.engine import kernel
 from shardproof.simulator.engine.engine import execute, plain_run, run_schedule
 from shardproof.simulator.engine.graph import build_graph, plain_graph

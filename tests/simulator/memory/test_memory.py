@@ -9,14 +9,16 @@ import pytest
 
 from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import Plan, Runtime
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.plan.sections import Runtime
 from shardproof.core.program import gradient_elements, stage_elements
 from shardproof.core.schedule import build
 from shardproof.simulator.memory.layers import head_nodes
-from shardproof.simulator.memory.memory import layer_activation_bytes, peak_in_flight, rank_memories
+from shardproof.simulator.memory.memory import peak_in_flight, rank_memories
 from shardproof.simulator.memory.profiles import ALLOCATOR_FACTOR, memory_profile
 from shardproof.simulator.memory.reserved import reserved_bytes
+from shardproof.simulator.memory.sizes import layer_activation_bytes
 from shardproof.simulator.memory.tensors import LayerTensors
 from shardproof.simulator.search.fit import fit
 from shardproof.simulator.simulation.simulate import simulate

@@ -8,9 +8,11 @@ import pytest
 
 from helpers.plans import product_plan
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Plan, Recompute
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.simulator.memory.memory import layer_activation_bytes, rank_memories
+from shardproof.core.plan.sections import Recompute
+from shardproof.simulator.memory.memory import rank_memories
+from shardproof.simulator.memory.sizes import layer_activation_bytes
 
 S, H, HEADS, E = 4096, 5120, 128, 2
 DEEPSEEK = ModelSpec(

@@ -13,8 +13,9 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.host import EXCHANGED_BYTES
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import count_parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.plan.sections import Batch, Numerics, Precision
 from shardproof.core.schedule import lower
 from shardproof.simulator.memory.memory import rank_memories
 from shardproof.simulator.memory.own import own_step_bytes

@@ -8,7 +8,8 @@ import pytest
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import Batch, Numerics, Plan, Precision, ScheduleChoice, Train
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Numerics, Precision, ScheduleChoice, Train
 from shardproof.simulator.simulation.simulate import simulate
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "head_dim": 16, "vocab_size": 512, "max_positions": 64}

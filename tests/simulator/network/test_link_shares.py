@@ -14,7 +14,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch
 from shardproof.core.program import Collective
 from shardproof.simulator.network.link_shares import LinkShares, rank_shares
 from shardproof.simulator.network.network import collective_s, message_s

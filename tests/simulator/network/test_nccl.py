@@ -15,7 +15,8 @@ from helpers.paths import DATA
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.program import Collective
 from shardproof.simulator.network.nccl import TREE_CORRECTION, Line, tree_correction
-from shardproof.simulator.network.network import Spread, best_algorithm, collective_s
+from shardproof.simulator.network.network import best_algorithm, collective_s
+from shardproof.simulator.network.topology import Spread
 
 TABLES = json.loads((DATA / "nccl_tests.json").read_text())
 H100 = cluster_preset("dgx-h100", 2048)

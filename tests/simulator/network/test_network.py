@@ -12,13 +12,8 @@ from shardproof.core.machine.cluster import ClusterSpec
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.plan.plan import Plan
 from shardproof.core.program import Collective
-from shardproof.simulator.network.network import (
-    Spread,
-    best_algorithm,
-    collective_s,
-    message_s,
-    spread_of,
-)
+from shardproof.simulator.network.network import best_algorithm, collective_s, message_s
+from shardproof.simulator.network.topology import Spread, spread_of
 
 A100 = cluster_preset("dgx-a100-80g", 64)
 LINK = 300e9 * 0.78

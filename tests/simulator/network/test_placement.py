@@ -8,10 +8,11 @@ import pytest
 
 from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import DataParallel, Plan
-from shardproof.simulator.network.network import spread_of
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import DataParallel
 from shardproof.simulator.network.placement import replicas_placed_equally
 from shardproof.simulator.network.spreads import Spreads
+from shardproof.simulator.network.topology import spread_of
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.step.step import simulate_first
 

@@ -13,11 +13,12 @@ from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, DataParallel, Plan, ScheduleChoice
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, DataParallel, ScheduleChoice
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.pricing import Pricing
-from shardproof.simulator.network.network import spread_of
 from shardproof.simulator.network.spreads import Spreads
+from shardproof.simulator.network.topology import spread_of
 
 DEGREES = st.sampled_from([1, 2, 3, 4])
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.program import Collective
-from shardproof.simulator.network.network import collective_s, spread_of
+from shardproof.simulator.network.network import collective_s
 from shardproof.simulator.network.topology import (
     capacity_bytes_per_s,
     collective_loads,
     route,
+    spread_of,
     topology,
 )
 

@@ -14,17 +14,17 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stages import balanced_stages
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import (
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import (
+    PROFILES,
     Batch,
     DataParallel,
     Numerics,
     Optimizer,
-    Plan,
     Recompute,
     Runtime,
     ScheduleChoice,
 )
-from shardproof.core.plan.sections import PROFILES
 from shardproof.core.schedule import CATALOG
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.memory.sizes import _sizes, _tapes_of, stage_sizes
@@ -33,10 +33,11 @@ from shardproof.simulator.search.bounds import (
     FILLED_IN_FLIGHT,
     WHOLE_BACKWARDS,
     chain_bounds_s,
+    lower_bound_s,
     memory_bound_bytes,
 )
 from shardproof.simulator.search.fit import fit
-from shardproof.simulator.search.search import NUM_RANKED, _memories, lower_bound_s, search
+from shardproof.simulator.search.search import NUM_RANKED, _memories, search
 from shardproof.simulator.search.space import SCHEDULES
 from shardproof.simulator.simulation.simulate import simulate
 

@@ -13,7 +13,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch
 from shardproof.simulator.search.sensitivity import improvements, sensitivity
 from shardproof.simulator.simulation.simulate import simulate
 

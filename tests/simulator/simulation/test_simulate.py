@@ -15,12 +15,13 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Optimizer, Plan, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Optimizer, Precision, Recompute, ScheduleChoice
 from shardproof.core.schedule import CATALOG, build
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.engine.engine import execute
-from shardproof.simulator.search.search import lower_bound_s
+from shardproof.simulator.search.bounds import lower_bound_s
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.step.step import Simulation, _named_graph, named_schedule
 

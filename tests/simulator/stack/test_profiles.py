@@ -9,7 +9,8 @@ import pytest
 from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.plan.plan import DataParallel, Plan, Precision, Runtime, ScheduleChoice
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import DataParallel, Precision, Runtime, ScheduleChoice
 from shardproof.simulator.compute.compute import AttentionShape, attention_s
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.stack.profile import FLASH_ATTENTION_1_SHARE, Profile

@@ -11,7 +11,8 @@ import pytest
 from shardproof.backend.model.block import TransformerBlock
 from shardproof.backend.numerics.exact import ExactNumerics
 from shardproof.core.base.errors import RankFailure
-from shardproof.core.plan.plan import Numerics, Plan
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Numerics
 from shardproof.verify.causes.describe import describe, divergence
 from shardproof.verify.causes.first_cause import run_against
 from shardproof.verify.dynamic.proof import prove

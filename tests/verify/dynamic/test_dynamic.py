@@ -17,11 +17,10 @@ from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import (
-    Batch,
-    Plan,
-)
-from shardproof.verify.dynamic.proof import Proof, describe, prove
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch
+from shardproof.verify.causes.describe import describe
+from shardproof.verify.dynamic.proof import Proof, prove
 from shardproof.verify.ledger.compare import Difference
 from shardproof.verify.ledger.ledger import ACTIVATION, WEIGHT, Key, RunLedger
 from shardproof.verify.mutations import parse_fault

@@ -8,10 +8,8 @@ import pytest
 from helpers.gates import sampled
 from helpers.plans import plan
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import (
-    Plan,
-    Recompute,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Recompute
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations import parse_fault
 

@@ -9,7 +9,8 @@ import pytest
 
 from helpers.plans import training_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import Plan, Recompute
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Recompute
 from shardproof.verify.dynamic.proof import prove
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from helpers.gates import sampled
 from helpers.modules import modular, module
-from shardproof.core.plan.plan import ModularPlan, Plan, ScheduleChoice
+from shardproof.core.plan.plan import ModularPlan, Plan
+from shardproof.core.plan.sections import ScheduleChoice
 from shardproof.verify.causes.describe import describe
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.ledger.compare import Difference, Values

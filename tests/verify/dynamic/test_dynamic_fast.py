@@ -14,11 +14,8 @@ from helpers.gates import sampled
 from helpers.plans import plan
 from shardproof.core.base.digest import full_region
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import (
-    Batch,
-    Numerics,
-)
-from shardproof.verify.dynamic.proof import ProofJob, one_device, prove, run_fast, run_ledger
+from shardproof.core.plan.sections import Batch, Numerics
+from shardproof.verify.dynamic.proof import prove, run_fast
 from shardproof.verify.ledger.ledger import (
     ACTIVATION,
     GRADIENT,
@@ -35,6 +32,7 @@ from shardproof.verify.ledger.summary import summarize
 from shardproof.verify.matrix.problems import PROBLEMS, Tokens
 from shardproof.verify.mutations import parse_fault
 from shardproof.verify.run.fast_run import check_fast
+from shardproof.verify.run.proof_run import ProofJob, one_device, run_ledger
 
 # Clipping is active, and the learning rate large enough that a second step from other weights would be far away.
 fast_plan = partial(plan, samples=4, schedule="1F1B", mode="fast", clip_grad_norm=0.1, learning_rate=1e-2)

@@ -14,11 +14,8 @@ from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel import mappings, split_fused
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import (
-    Numerics,
-    Plan,
-    Recompute,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Numerics, Recompute
 from shardproof.verify.dynamic.proof import prove
 
 

@@ -15,13 +15,8 @@ from shardproof.backend.launching.launch import run_ranks
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import (
-    Plan,
-    Precision,
-    Recompute,
-    Runtime,
-    Train,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Precision, Recompute, Runtime, Train
 from shardproof.core.program import Message
 from shardproof.verify.matrix.matrix import prove_plan
 from shardproof.verify.run.references import References

@@ -13,13 +13,10 @@ from helpers.plans import training_plan
 from shardproof.core.base.errors import ModelError, PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import (
-    Plan,
-    Precision,
-    Recompute,
-    ScheduleChoice,
-)
-from shardproof.verify.dynamic.proof import one_device, prove
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Precision, Recompute, ScheduleChoice
+from shardproof.verify.dynamic.proof import prove
+from shardproof.verify.run.proof_run import one_device
 
 FULL, FIRST = Recompute("full"), Recompute("full", num_layers=1)
 SPREAD = Recompute("full", distribute=True)

@@ -12,11 +12,8 @@ from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import (
-    Batch,
-    Plan,
-    ScheduleChoice,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, ScheduleChoice
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.dynamic.twin import twin
 from shardproof.verify.mutations import parse_fault

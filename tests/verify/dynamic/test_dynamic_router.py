@@ -10,13 +10,11 @@ from helpers.gates import sampled
 from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.plan import (
-    Plan,
-    Recompute,
-    Train,
-)
-from shardproof.verify.dynamic.proof import ProofJob, one_device, prove, run_ledger
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Recompute, Train
+from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.ledger.ledger import NO_STEP
+from shardproof.verify.run.proof_run import ProofJob, one_device, run_ledger
 
 SOFTMAX = ModelSpec("moe", 2, 24, 48, 6, 6, 4, 256, 64, num_experts=6, experts_per_token=2, expert_ffn_hidden_size=12)
 LIMITED = replace(

@@ -10,10 +10,8 @@ import pytest
 
 from helpers.plans import training_plan
 from shardproof.core.base.errors import PlanError
-from shardproof.core.plan.plan import (
-    Numerics,
-    Plan,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Numerics
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations import parse_fault
 

@@ -14,11 +14,9 @@ from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import (
-    Plan,
-    ScheduleChoice,
-)
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.plan.sections import ScheduleChoice
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.symbolic.static import prove_schedule
 

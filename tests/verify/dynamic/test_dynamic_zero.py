@@ -14,11 +14,8 @@ from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import (
-    Numerics,
-    Plan,
-    ScheduleChoice,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Numerics, ScheduleChoice
 from shardproof.core.program.buckets import gradient_buckets
 from shardproof.core.schedule.action import Kind
 from shardproof.verify.dynamic.proof import prove

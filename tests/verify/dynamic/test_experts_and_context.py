@@ -11,14 +11,9 @@ from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import (
-    Batch,
-    Plan,
-    Precision,
-    Recompute,
-    Runtime,
-)
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.plan.sections import Batch, Precision, Recompute, Runtime
 from shardproof.core.schedule import lower
 from shardproof.verify.dynamic.twin import twin
 from shardproof.verify.schedule.calls import Calls

@@ -15,16 +15,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import count_parameters
-from shardproof.core.plan.plan import (
-    Batch,
-    DataParallel,
-    Numerics,
-    Plan,
-    Precision,
-    Recompute,
-    ScheduleChoice,
-    Train,
-)
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Precision, Recompute, ScheduleChoice, Train
 from shardproof.verify.dynamic.twin import MAX_THREADS, MAX_WORLD_SIZE, twin, usual_transport
 
 

@@ -12,7 +12,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import parameters
-from shardproof.core.plan.plan import Batch, Plan, ScheduleChoice
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, ScheduleChoice
 from shardproof.verify.ledger.compare import action_of, compare
 from shardproof.verify.ledger.duplicates import as_two_runs
 from shardproof.verify.ledger.ledger import (

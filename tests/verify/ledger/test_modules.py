@@ -11,11 +11,12 @@ from helpers.modules import modular, module
 from helpers.paths import EXAMPLES
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.cli import main
-from shardproof.core.plan.plan import Numerics
 from shardproof.core.plan.schedule_of import modular_schedule
+from shardproof.core.plan.sections import Numerics
 from shardproof.core.schedule.action import Action
 from shardproof.core.schedule.schedule import Schedule
-from shardproof.verify.dynamic.proof import describe, prove
+from shardproof.verify.causes.describe import describe
+from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.ledger.compare import Difference, Values
 from shardproof.verify.ledger.ledger import ACTIVATION, GRADIENT, Key, Piece, RunLedger
 from shardproof.verify.ledger.relations import Relation

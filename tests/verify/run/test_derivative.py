@@ -20,7 +20,8 @@ from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel import dropout
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import Batch, Plan, Precision
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Precision
 from shardproof.verify.matrix.problems import BIASED, DEEPSEEK, GROUPS, LATENT, PROBLEMS, TOKENS
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import tiny

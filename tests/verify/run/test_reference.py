@@ -23,7 +23,8 @@ from shardproof.backend.ranks import training_rank
 from shardproof.backend.ranks.totals import Totals
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.plan.plan import Optimizer, Plan, Precision
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Optimizer, Precision
 from shardproof.verify.dynamic import proof as dynamic
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations.mutants_loss import multiplies_later_losses

@@ -18,10 +18,11 @@ from shardproof.core.base.digest import full_region
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import parameters
-from shardproof.core.plan.plan import Batch, Numerics, Plan
+from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.sections import Batch, Numerics
 from shardproof.verify.causes.describe import fast_findings, fast_words
 from shardproof.verify.dynamic import proof as dynamic
-from shardproof.verify.dynamic.proof import ProofJob, one_device, run_fast, run_ledger
+from shardproof.verify.dynamic.proof import run_fast
 from shardproof.verify.ledger.ledger import (
     ACTIVATION_GRADIENT,
     GRADIENT,
@@ -37,6 +38,7 @@ from shardproof.verify.matrix.problems import PROBLEMS, TOKENS
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.run.bounds import ELEMENTWISE, gamma
 from shardproof.verify.run.fast_run import states, whole_values
+from shardproof.verify.run.proof_run import ProofJob, one_device, run_ledger
 from shardproof.verify.run.regression import CERTAINTY, Coefficient, Values, coefficients, group_of
 
 MODEL = ModelSpec("gqa", 3, 32, 50, 12, 6, 4, 259, 16)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from shardproof.core.base.errors import ScheduleError
 from shardproof.core.schedule import CATALOG, build, lower
 from shardproof.core.schedule.action import PER_MICROBATCH, Action, Kind
-from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.placement import Placement
+from shardproof.core.schedule.schedule import Schedule
 from shardproof.verify.schedule.check import check, examine
 from shardproof.verify.schedule.facts import ActivationMemory, Buffers, Facts
 from shardproof.verify.schedule.rules import RULES, View

@@ -13,7 +13,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.program import Collective, operations
 from shardproof.core.schedule import build, lower
 from shardproof.core.schedule.action import Kind
-from shardproof.core.schedule.schedule import Placement, Schedule
+from shardproof.core.schedule.placement import Placement
+from shardproof.core.schedule.schedule import Schedule
 from shardproof.verify.schedule.calls import Calls, calls_from_csv
 from shardproof.verify.schedule.check import check
 from shardproof.verify.schedule.facts import Facts

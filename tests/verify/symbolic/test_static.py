@@ -7,7 +7,7 @@ import pytest
 
 from shardproof import Plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import Batch, DataParallel, ScheduleChoice
+from shardproof.core.plan.sections import Batch, DataParallel, ScheduleChoice
 from shardproof.verify.matrix.modules import modular
 from shardproof.verify.matrix.problems import PROBLEMS, Tokens
 from shardproof.verify.symbolic.static import prove_static

@@ -15,8 +15,9 @@ from shardproof.core.commands.cli import main
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.plan import Batch, Plan
+from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
+from shardproof.core.plan.sections import Batch
 from shardproof.core.schedule import CATALOG, lower
 from shardproof.core.schedule.action import Action, Kind
 from shardproof.core.schedule.schedule import Schedule

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from ....core.layout.layout import Layout
 from ....core.schedule.action import Kind
-from ....core.schedule.schedule import Placement
+from ....core.schedule.placement import Placement
 from ..calls import REDUCING, Call, Calls, Communicators, calls_from_csv, communicators
 from ..facts import Facts
 from .rule import Rule, Violation
