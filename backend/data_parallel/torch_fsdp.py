@@ -86,6 +86,8 @@ class TorchShardedStage(DataParallel):
         self._stage = stage
         self._num_microbatches = num_microbatches
         mesh = _mesh(plan, transport, copies)
+        # The module of a name's parameter; the modules that torch gathers as one, the stage last; whether weights stay
+        # gathered between forward and backward.
         self._owners = {name: _unit_of(stage, name) for name in stage.trained}
         for name, unit in self._owners.items():
             unit.register_parameter(_attribute(name), nn.Parameter(stage.shards[name].storage))
@@ -104,6 +106,7 @@ class TorchShardedStage(DataParallel):
         self._gradients = stage.gradients
         keys = {key: usage.parameter.name for key, usage in stage.gradients.usages.items()}
         stage.gradients.hand_over({key: HandedOver(self._owners[name], _attribute(name)) for key, name in keys.items()})
+        # What this rank keeps of every parameter, for the optimizer.
         self._pieces = list(self._rows())
 
     @property

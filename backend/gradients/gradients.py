@@ -103,22 +103,37 @@ class Gradients:
         self._num_samples = num_samples
         self._num_blocks = num_blocks
         self._micro_size = micro_size
+        # What is registered, by `Usage.key`: the gradient's shape, its first use, how many layers use it, and, where
+        # this rank knows only its own tokens or heads, which part of the sum it has.
         self._shapes: dict[str, torch.Size] = {}
+        # By a microbatch's first sample: the (key, use) that have contributed. Empty between microbatches.
         self._came: dict[int, set[tuple[str, int]]] = {}
         self._usages: dict[str, Usage] = {}
         self._num_uses: dict[str, int] = {}
+        # Exact numerics: contributions of the uses of one parameter, until all uses of a microbatch are there and can
+        # be added in the order of uses. By (key, first sample), then by use.
         self._waiting: dict[tuple[str, int], dict[int, Contribution]] = {}
+        # The partial sums of the step. Replaced by empty ones when the step is reduced.
         self._sums: dict[str, Accumulator] = {}
         self._owned: dict[str, OwnedPart] = {}
+        # Exact numerics under context parallelism: sums over a sequence are finished by its ranks after every
+        # microbatch, and kept in `_context` instead of `_sums`.
         self._cp = cp if cp is not None and cp.size > 1 and numerics.mode == "exact" else None
         self._context = None if self._cp is None else ContextGradients(self._cp, num_samples)
+        # What is reduced in one call, in order; empty means one bucket of everything.
         self._buckets: Sequence[tuple[Bucket, Sequence[str]]] = ()
+        # How many contributions each gradient still waits for in a step that reduces during the backward, who hears
+        # when one has all, and what is called before a bucket is reduced (`expect`).
         self._missing: dict[str, int] = {}
         self._changed: Callable[[], None] = lambda: None
         self._wait: Callable[[Bucket], None] = lambda bucket: None
+        # Whether this step's sums over tensor-parallel ranks have been taken already: once a step.
         self._owned_are_finished = False
+        # Who reduces after every microbatch, where that is done; and whether contributions go to another owner for
+        # good.
         self._parts: EarlySums | None = None
         self._are_handed_over = False
+        # Gradients already looked through for NaN in this step, and the last one that had any.
         self._looked_at: set[str] = set()
         self._not_finite: not_finite.NotFinite | None = None
 

@@ -42,11 +42,15 @@ class LiveMeter:
         self.peak_bytes = 0
         self.peak_action = ""
         self._global_rank = global_rank
+        # Lanes of one rank count here; reentrant, as a storage may be freed while another is counted.
         self._lock = threading.RLock()
+        # Live storages by address. The bytes of freed ones come into `_freed` from finalizers, which may run inside of the
+        # lock, and are taken off the sum at the next operation.
         self._known: dict[int, weakref.ref[Any]] = {}
         self._freed: deque[int] = deque()
         self._live_bytes = 0
         self._most_bytes = 0
+        # The compute lane's action now, and the action of each other thread.
         self._compute = ""
         self._scope = _Scope()
 

@@ -142,12 +142,15 @@ class TrainingRank:
         self.skips_not_finite = False
         """Whether a step whose numbers are not finite is skipped in any format: a proof shows what came
         before, and names the first."""
+        # By stage a gradient of this step that is not finite on this rank, noted before sums over ranks spread it.
         self._not_finite: dict[int, NotFinite] = {}
+        # Reduces whole buckets during the last backward; None where that is done after every microbatch, or not at all.
         self._early = (
             EarlyReduction({stage: module.gradients for stage, module in self.stages.items()})
             if overlaps and not each
             else None
         )
+        # By stage the sums that `_early` or REDUCE_GRAD made, until STEP takes them.
         self._reduced: dict[int, Mapping[str, Tensor]] = {}
 
     def _line(self, joined: Joined | None, direction: Direction, peer: int, sending: bool) -> MessageChannel:

@@ -90,11 +90,15 @@ class LayerContext:
             numerics, plan.batch.global_size, num_token_blocks(plan), self.cp, plan.batch.micro_size
         )
         self.weight_work = WeightWork()
+        # Per thread the microbatch that runs: pairs run a forward and a backward at once.
         self._running = _Running()
         self.dtype = DTYPES[plan.precision.dtype]
         self.recomputed_modules = recomputed_modules(plan)
+        # Tables of rotary positions by name, made once.
         self._constants: dict[str, tuple[Tensor, Tensor]] = {}
+        # By tensor the cheap way to compute it again; None until a layer names one.
         self._sources: WeakIdKeyDictionary | None = None
+        # How often a name was shown in the microbatch that runs: a module that is called twice shows two tensors.
         self._shown_names: tuple[Microbatch | None, Counter[str]] = None, Counter()
         self.comes_to: Callable[[str], None] = lambda part: None
         self._known = {parameter.name: parameter for parameter in parameters(plan.model)}

@@ -51,11 +51,14 @@ class Baton:
     def __init__(self) -> None:
         self.waits: list[Wait] = []
         self.idle_s = 0.0
+        # When the last holder gave it back, None while somebody holds it.
         self._free_since_s: float | None = None
+        # Guards everything below; the queue has whoever asks, in order, the first of them being next.
         self._changed = threading.Condition()
         self._queue: deque[object] = deque()
         self._is_held = False
         self._failure: BaseException | None = None
+        # Per thread whether it has the baton.
         self._own = _Own()
 
     @contextmanager

@@ -87,6 +87,7 @@ class Mesh:
             members = _ranks(layout, self.coordinates, cp=range(layout.cp), tp=range(layout.tp))
             self.tp_cp_gradients = transport.group(f"tp_cp-gradients/{members[0]}", "tp_cp", members)
         self.dp = _open(transport, "dp", _ranks(layout, self.coordinates, dp=range(layout.dp), cp=range(layout.cp)))
+        # By stage the copies of one with replicas on two pipeline ranks; those of other stages are `dp`.
         self._replicas = {
             stage: transport.group(f"replica{stage}/{ranks[0]}", "replica", ranks)
             for stage, ranks in _replica_ranks(layout, schedule.placement, self.coordinates).items()
@@ -96,6 +97,7 @@ class Mesh:
         pair = placement.ends_of(here_pp) or (placement.crossed_ends_of(here_pp) if layout.zero else ())
         ends = [layout.global_rank(**{**self.coordinates, "pp": end}) for end in pair]
         self.embedding = _open(transport, "embedding", ends) if ends else None
+        # The same for experts, of which the copies elsewhere are `_edp`.
         self._expert_replicas: dict[int, Group] = {}
         self._edp: Group | None = None
         if experts:
@@ -109,6 +111,7 @@ class Mesh:
                 for stage, ranks in _expert_replica_ranks(layout, schedule.placement, here).items()
             }
         links = links_of(schedule, self.coordinates["pp"])
+        # By (direction, peer, sending).
         self._channels = {link: _open_channel(transport, layout, self.coordinates, link) for link in links}
 
     def copies(self, stage: int) -> Group:

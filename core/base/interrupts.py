@@ -47,11 +47,17 @@ class Interrupts:
     def __init__(self, command: str):
         self.came: int | None = None
         self._command = command
+        # The signal whose line has been printed: one line, whoever asks first.
         self._reported: int | None = None
+        # Set when the exit code is known: later signals raise nothing.
         self._is_over = False
+        # The exception on its way through the main thread; the reference is dead when somebody has swallowed it.
         self._raised: weakref.ref[Interrupted] | None = None
+        # Set by the handler, so that the watching thread knows that the main thread has run it.
         self._noticed = threading.Event()
         atexit.register(self._end)  # the first to register is the last to be called
+        # A pipe that the interpreter writes to as soon as a signal arrives, even while the main thread is inside a C
+        # call: the watching thread reads it.
         self._wakes, wake = socket.socketpair()
         wake.setblocking(False)
         self._wake = wake

@@ -83,13 +83,18 @@ class CommunicationPricing:
         # what else prices of a host depend on
         self._of_host = (plan.num_microbatches, rate_share(plan)) if self._is_host else ()
         self._gathers_scheduled = gathers_scheduled
+        # Prices of this plan alone, by (kind, stage, replica).
         self._cache: dict[tuple[object, ...], Seconds] = {}
         self._expert_load = expert_load
+        # By stage the pipeline ranks that hold it; two where stages have replicas.
         self._owners = plan.placement.ranks
         self._replicated = any(len(owners) > 1 for owners in self._owners)
         layout = plan.layout
+        # Whether the backward of a stage adds to whole gradients or to shards that ZeRO has reduced.
         self._may_sum_shards = bool(self.profile.reduce_copy_bytes)
         self._sums_gradients = not (layout.zero >= 2 and self._may_sum_shards)
+        # `_blocks` and `_shared` are parts of one table for all plans of a family: blocks by what a block is made of,
+        # the rest by the whole layout too. Conditions of single ranks (links, load of experts) share nothing.
         if spreads is not None or expert_load != 1:
             shared = {}
         elif shared is None:
@@ -103,10 +108,12 @@ class CommunicationPricing:
         block_key = (*degrees, layout.sequence_parallel, plan.batch, plan.recompute)
         self._blocks: dict[tuple[object, ...], Any] = shared.setdefault(block_key, {})
         self._shared: dict[object, Any] = shared.setdefault((block_key, layout, self._owners, gathers_scheduled), {})
+        # By stage its groups of equal layers; the axes over which layers communicate, and all axes.
         self._groups = [stage_groups(plan, stage) for stage in range(len(self._owners))]
         inner = ("tp", *(axis for axis, size in (("cp", layout.cp), ("ep", layout.ep)) if size > 1))
         self._inner_axes = (*inner, "etp") if plan.model.is_moe else inner
         self._axes = (*self._inner_axes, "dp", "edp") if plan.model.is_moe else (*inner, "dp")
+        # Seconds of a message by (sender, receiver), and the class of equal prices by stage.
         self._messages: dict[tuple[int, int], float] = {}
         self._price_classes: dict[Place, int] = {}
 

@@ -37,9 +37,12 @@ class Spreads:
     def __init__(self, plan: Plan, dp_rank: int = 0):
         self._plan = plan
         self._dp_rank = dp_rank
+        # Devices after which the network looks the same: those of one leaf switch, or of one node.
         self._period = plan.cluster.devices_per_node * max(1, plan.cluster.nodes_per_leaf)
+        # Spreads by (axis, size, place in the period, extent); and those of several axes by pipeline rank.
         self._known: dict[tuple[object, ...], Spread] = {}
         self._of_ranks: dict[tuple[tuple[str, ...], int], tuple[Spread, ...]] = {}
+        # How many global ranks one step along an axis is, in the grid of dense layers and in that of experts.
         self._dense = strides(plan.layout, plan.layout.sizes)
         self._expert = strides(plan.layout, plan.layout.expert_sizes)
 

@@ -63,6 +63,7 @@ class _Conditions:
 
     def __init__(self, plan: Plan, sorts: Sorts, plain: Plan, expert_load: float):
         variation, self._plan, self._sorts, self._plain, self._load = plan.variation, plan, sorts, plain, expert_load
+        # Per device how many times slower it is, and the number of its class (0: the plan's own device).
         self._slower = np.ones(plan.cluster.num_devices)
         for names, factor in variation.stragglers.items():
             self._slower[devices_named(names, plan.cluster)] *= factor
@@ -71,10 +72,13 @@ class _Conditions:
             self._kind[devices_named(names, plan.cluster)] = number
         self._classes = (None, *variation.device_classes)
         cells = rank_index(plan.layout, "dense")  # [tp, cp, dp, pp]
+        # Per (dp, pp) cell the slowest device, and which classes are among its devices [dp, pp, class].
         self._factor = self._slower[cells].max(axis=(0, 1))
         kinds = self._kind[cells]
         self._present = np.stack([(kinds == number).any(axis=(0, 1)) for number in range(len(self._classes))], axis=-1)
         has_faults = bool(variation.slow_links or variation.failed_links)
+        # What is left of links, None where all are whole; prices are shared by data-parallel ranks that lie and whose
+        # links are in the same way (`_place`).
         self._links = LinkShares(plan) if has_faults else None
         self._placed_equally = replicas_placed_equally(plan)
         self._pricings: dict[tuple[object, ...], Pricing] = {}

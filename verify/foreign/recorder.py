@@ -98,14 +98,20 @@ class Recorder:
         optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._first_sample, self._sample_dim = first_sample, sample_dim
         self._loss_scale, self._names, self._cuts = loss_scale, names, dict(cuts or {})
+        # The step now; whether the optimizer has run in it, after which the next forward begins a new one; and the step
+        # whose gradients have been written, so that they are written once.
         self._step, self._stepped, self._gradients_of = 0, False, -1
+        # Whether the first step has begun (the weights before it are written then), and the largest rounding error of
+        # the formats that were seen.
         self._has_begun, self._roundoff = False, 0.0
+        # The models, their parameters by shared name, and the shared name by `id` of a parameter.
         self._roots = [_root(module, first_sample) for module in modules]
         self._parameters = {
             name: held for root in self._roots for name, held in self._named(root.module.named_parameters())
         }
         self._name_of = {id(held): name for name, held in self._parameters.items()}
         self._file = _new_file(Path(folder), self._parameters, exact)
+        # What is undone at the end of the `with` block.
         self._hooks = [hook for root in self._roots for hook in self._watch(root)]
         self._hooks += [root.stage for root in self._roots if root.stage is not None]
         for each in optimizers:
