@@ -49,7 +49,7 @@ class PartSums:
         # By bucket this rank's part of the sum over microbatches, and the part's length.
         self._sums: dict[str, Tensor] = {}
         self._lengths: dict[str, int] = {}  # of the parts: a shorter one has a zero behind
-        # By gradient how many of its uses this microbatch has given, and the next bucket to reduce: buckets are reduced in
+        # By gradient how many uses this microbatch has given, and the next bucket to reduce: buckets are reduced in
         # their order, as all ranks must call in one order.
         self._given: Counter[str] = Counter()
         self._next = 0

@@ -44,7 +44,7 @@ class LiveMeter:
         self._global_rank = global_rank
         # Lanes of one rank count here; reentrant, as a storage may be freed while another is counted.
         self._lock = threading.RLock()
-        # Live storages by address. The bytes of freed ones come into `_freed` from finalizers, which may run inside of the
+        # Live storages by address. The bytes of freed ones come into `_freed` from finalizers, which may run inside the
         # lock, and are taken off the sum at the next operation.
         self._known: dict[int, weakref.ref[Any]] = {}
         self._freed: deque[int] = deque()

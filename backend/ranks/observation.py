@@ -29,7 +29,7 @@ class Observation:
         self._plan = plan
         self._stages = stages
         self._late = tuple(late)
-        # Whether weights are whole and fp32 between steps, so that those which layers use are the ones that were updated.
+        # Whether weights are whole and fp32 between steps: then those which layers use are the updated ones.
         self._rests_whole = plan.precision.dtype == "fp32" and plan.layout.zero < 3
         # By late stage the weights after the last step, to be shown when a forward first uses them; and the step that
         # made them.
