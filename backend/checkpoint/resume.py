@@ -103,7 +103,7 @@ def changes_since(plan: Plan | ModularPlan, saved: Saved) -> tuple[str, ...]:
             f"Use train.steps={saved.steps} or more."
         )
     theirs = saved.state.get("problem", {})
-    if refused := list(_differences(plan, theirs, _decides)):
+    if refused := list(_differences(plan, theirs, _must_be_equal)):
         raise PlanError(
             [
                 f"{saved.path} is of another run: {difference}. Use the plan that it was saved with, or another "
@@ -111,7 +111,7 @@ def changes_since(plan: Plan | ModularPlan, saved: Saved) -> tuple[str, ...]:
                 for difference in refused
             ]
         )
-    return tuple(_differences(plan, theirs, lambda section, name: not _decides(section, name)))
+    return tuple(_differences(plan, theirs, lambda section, name: not _must_be_equal(section, name)))
 
 
 class NoneWholeError(PlanError):
@@ -152,7 +152,7 @@ def problem_of(plan: Plan | ModularPlan) -> dict[str, dict[str, Any]]:
     return dict(json.loads(json.dumps(sections)))
 
 
-def _decides(section: str, name: str) -> bool:
+def _must_be_equal(section: str, name: str) -> bool:
     """Whether a run cannot go on where this differs: weights have other shapes or meanings, or other
     samples would follow."""
     if section == "model":

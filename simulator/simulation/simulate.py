@@ -26,7 +26,7 @@ def simulate(plan: Plan | ModularPlan, *, durations: Sequence[Timeline] = ()) ->
     same time. Where replicas lie differently over nodes, or the plan's `variation` says that they differ, all are
     simulated, and the slowest is reported. With `durations`, recorded steps of the plan's ranks and stages, actions
     take what they took there instead of their prices; the recorded schedule may be another one. Memory and bytes are
-    predicted as ever. A plan of modules is run as a whole (`modules`).
+    predicted as always. A plan of modules is run as a whole (`modules`).
     """
     if isinstance(plan, ModularPlan):
         if durations:
