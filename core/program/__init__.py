@@ -28,6 +28,7 @@ from .holdings import (
 )
 from .layers import Group, embedding_work, group_work, head_work, mtp_work, stage_groups, stage_work, transformer_work
 from .recompute import recomputed_modules, recomputed_runs, recomputes_all, recomputes_whole
+from .roles import Role
 from .tensors import sequences_are_cut
 from .work import (
     EXACT_SCALAR_BYTES,
@@ -58,6 +59,7 @@ __all__ = [
     "Operation",
     "Operations",
     "Product",
+    "Role",
     "activation_bytes",
     "copies_axis",
     "copies_do_the_same",

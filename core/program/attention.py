@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .linear import column, row, whole
+from .roles import Role
 from .tensors import Tensors, returned_rows, sequences_are_cut
 from .work import PARTIAL_BYTES, Collective, CollectiveOp, LayerWork, Operations, Product
 
@@ -16,9 +17,9 @@ def _grouped(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
     model, heads = tensors.plan.model, tensors.plan.leaf_sizes.heads
     group = model.query_heads_per_group * model.head_dim
     return (
-        column(tensors, f"{prefix}.attention.qkv", heads, group + 2 * model.head_dim),
-        _core(tensors, f"{prefix}.attention.core"),
-        row(tensors, f"{prefix}.attention.output", heads, group),
+        column(tensors, prefix, Role.QKV, heads, group + 2 * model.head_dim),
+        _core(tensors, prefix),
+        row(tensors, prefix, Role.ATTENTION_OUTPUT, heads, group),
     )
 
 
@@ -33,22 +34,22 @@ def _latent(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
     hidden, rank, rotary = model.hidden_size, model.kv_lora_rank, model.qk_rope_head_dim
     if model.q_lora_rank:
         queries: tuple[LayerWork, ...] = (
-            whole(tensors, f"{prefix}.attention.q_down", model.q_lora_rank, hidden),
-            column(tensors, f"{prefix}.attention.q_up", heads, model.head_dim, in_features=model.q_lora_rank),
+            whole(tensors, prefix, Role.QUERIES_DOWN, model.q_lora_rank, hidden),
+            column(tensors, prefix, Role.QUERIES_UP, heads, model.head_dim, in_features=model.q_lora_rank),
         )
     else:
-        queries = (column(tensors, f"{prefix}.attention.q", heads, model.head_dim),)
+        queries = (column(tensors, prefix, Role.QUERIES, heads, model.head_dim),)
     unit = model.qk_nope_head_dim + model.v_head_dim
     return (
         *queries,
-        whole(tensors, f"{prefix}.attention.kv_down", rank + rotary, hidden),
-        column(tensors, f"{prefix}.attention.kv_up", heads, unit, in_features=rank, num_shared=rotary),
-        _core(tensors, f"{prefix}.attention.core"),
-        row(tensors, f"{prefix}.attention.output", heads, model.v_head_dim),
+        whole(tensors, prefix, Role.KEYS_DOWN, rank + rotary, hidden),
+        column(tensors, prefix, Role.KEYS_UP, heads, unit, in_features=rank, num_shared=rotary),
+        _core(tensors, prefix),
+        row(tensors, prefix, Role.ATTENTION_OUTPUT, heads, model.v_head_dim),
     )
 
 
-def _core(tensors: Tensors, layer: str) -> LayerWork:
+def _core(tensors: Tensors, prefix: str) -> LayerWork:
     """Scores and their product with the values, per query head, over the full square (a causal
     kernel may skip half of it).
 
@@ -60,7 +61,7 @@ def _core(tensors: Tensors, layer: str) -> LayerWork:
     around a ring instead (Liu et al. 2023, Ring Attention) sends the same bytes in cp - 1 steps. Exact numerics send
     gradients back as the nodes of a tree over blocks of queries, of each the rows that have a value.
     """
-    plan, model = tensors.plan, tensors.plan.model
+    plan, model, layer = tensors.plan, tensors.plan.model, Role.CORE.named(prefix)
     q, s, d, v = tensors.sequence, plan.batch.sequence, model.head_dim, model.value_head_dim
     count = plan.batch.micro_size * tensors.owned(plan.leaf_sizes.heads, model.query_heads_per_group)
     if d == v:
@@ -70,6 +71,7 @@ def _core(tensors: Tensors, layer: str) -> LayerWork:
     gather = _keys_and_values(tensors, layer, "all_gather")
     return LayerWork(
         layer,
+        Role.CORE,
         forward=(*gather, Product(layer, q, s, d, count), Product(layer, q, v, s, count)),
         input_gradient=(*gather, *gradients, *_keys_and_values(tensors, layer, "reduce_scatter")),
         weight_gradient=(),

@@ -12,6 +12,7 @@ from .attention import attention_work
 from .linear import column, whole
 from .mlp import mlp_work
 from .recompute import recomputed_runs, recomputes_all, with_recomputation
+from .roles import Role
 from .tensors import Tensors
 from .work import LayerWork
 
@@ -116,12 +117,13 @@ def _share(plan: Plan, tp_rank: int) -> tuple[int, ...]:
     return (tokens, *(hi - lo for lo, hi in (*spans, cut(tokens * plan.model.hidden_size, tp, tp_rank))))
 
 
-def embedding_work(plan: Plan, tp_rank: int = 0, layer: str = "embedding.tokens") -> LayerWork:
+def embedding_work(plan: Plan, tp_rank: int = 0, prefix: str = "") -> LayerWork:
     """Token lookup: each rank brings the rows it owns, and the sum over ranks picks the one that is there. The gradient
     of its rows needs all tokens."""
-    tensors, hidden = Tensors(plan, tp_rank), plan.model.hidden_size
+    tensors, hidden, layer = Tensors(plan, tp_rank), plan.model.hidden_size, Role.TOKENS.named(prefix)
     return LayerWork(
         layer,
+        Role.TOKENS,
         tensors.reduce(layer, None, hidden),
         (*tensors.gather(layer, hidden), *tensors.gather_sequence(layer, hidden)),
         (),
@@ -145,14 +147,17 @@ def mtp_work(plan: Plan, depth: int, tp_rank: int = 0, cp_rank: int = 0) -> tupl
     """
     hidden, prefix = plan.model.hidden_size, mtp_prefix(depth)
     return (
-        embedding_work(plan, tp_rank, f"{prefix}.embedding.tokens"),
-        whole(Tensors(plan, tp_rank), f"{prefix}.projection", hidden, 2 * hidden),
+        embedding_work(plan, tp_rank, prefix),
+        whole(Tensors(plan, tp_rank), prefix, Role.PROJECTION, hidden, 2 * hidden),
         *transformer_work(plan, plan.model.num_layers + depth, tp_rank, cp_rank),
-        *head_work(plan, tp_rank, f"{prefix}.head"),
+        *head_work(plan, tp_rank, prefix),
     )
 
 
-def head_work(plan: Plan, tp_rank: int = 0, prefix: str = "head") -> tuple[LayerWork, ...]:
+def head_work(plan: Plan, tp_rank: int = 0, prefix: str = "") -> tuple[LayerWork, ...]:
     """Output product over the local vocabulary, and the cross-entropy over the cut one."""
-    tensors, vocab, loss = Tensors(plan, tp_rank), plan.leaf_sizes.vocab, f"{prefix}.loss"
-    return (column(tensors, f"{prefix}.output", vocab, 1), LayerWork(loss, tensors.softmax(loss, vocab), (), ()))
+    tensors, vocab, loss = Tensors(plan, tp_rank), plan.leaf_sizes.vocab, Role.LOSS.named(prefix)
+    return (
+        column(tensors, prefix, Role.HEAD, vocab, 1),
+        LayerWork(loss, Role.LOSS, tensors.softmax(loss, vocab), (), ()),
+    )

@@ -10,6 +10,7 @@ from ..base.reduction import maximal_nodes
 from ..layout.routed_tokens import RoutedTokens
 from .expert_tokens import routed_tokens
 from .linear import column, row
+from .roles import Role
 from .router import router_work
 from .tensors import Tensors
 from .work import PARTIAL_BYTES, Collective, LayerWork, Operations, Product, scattered_bytes
@@ -21,20 +22,20 @@ COUNT_BYTES = 8
 def mlp_work(tensors: Tensors, prefix: str, *, moe: bool) -> tuple[LayerWork, ...]:
     """The MLP of one layer, from the normed hidden state to the sum over its parts."""
     if not moe:
-        return _dense(tensors, f"{prefix}.mlp", "ffn")
-    works = (router_work(tensors, f"{prefix}.mlp.router"), *_experts(tensors, f"{prefix}.mlp"))
-    return (
-        (*works, *_dense(tensors, f"{prefix}.mlp.shared", "shared_ffn"))
-        if tensors.plan.model.num_shared_experts
-        else works
-    )
+        return _dense(tensors, prefix, Role.UP, Role.DOWN, "ffn")
+    works = (router_work(tensors, prefix), *_experts(tensors, prefix))
+    if not tensors.plan.model.num_shared_experts:
+        return works
+    return (*works, *_dense(tensors, prefix, Role.SHARED_UP, Role.SHARED_DOWN, "shared_ffn"))
 
 
-def _dense(tensors: Tensors, prefix: str, feature: Literal["ffn", "shared_ffn"]) -> tuple[LayerWork, ...]:
+def _dense(
+    tensors: Tensors, prefix: str, up: Role, down: Role, feature: Literal["ffn", "shared_ffn"]
+) -> tuple[LayerWork, ...]:
     leaves = tensors.plan.leaf_sizes.feature(feature)
     return (
-        column(tensors, f"{prefix}.up", leaves, 2 if tensors.plan.model.gated else 1),
-        row(tensors, f"{prefix}.down", leaves, 1),
+        column(tensors, prefix, up, leaves, 2 if tensors.plan.model.gated else 1),
+        row(tensors, prefix, down, leaves, 1),
     )
 
 
@@ -49,7 +50,9 @@ def _experts(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
     results and gradients of all parts are gathered.
     """
     plan, model, layout = tensors.plan, tensors.plan.model, tensors.plan.layout
-    up, down, dispatch, combine = (f"{prefix}.{part}" for part in ("experts.up", "experts.down", "dispatch", "combine"))
+    up, down, dispatch, combine = (
+        role.named(prefix) for role in (Role.EXPERTS_UP, Role.EXPERTS_DOWN, Role.DISPATCH, Role.COMBINE)
+    )
     count = model.num_experts // layout.ep
     m, h = -(-tensors.tokens * model.experts_per_token * layout.expert_tp // (tensors.tp * count)), model.hidden_size
     leaves = plan.leaf_sizes.feature("expert_ffn")
@@ -65,14 +68,16 @@ def _experts(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
     return (
         LayerWork(
             dispatch,
+            Role.DISPATCH,
             (*sent.counts(dispatch), *sent.to_experts(dispatch)),
             (*sent.from_experts(dispatch), *sent.gathered(dispatch, hidden)),
             (),
         ),
-        LayerWork(up, product(up, m, g, h), product(up, m, h, g), product(up, g, h, m)),
-        LayerWork(down, product(down, m, h, f), product(down, m, f, h), product(down, f, h, m)),
+        LayerWork(up, Role.EXPERTS_UP, product(up, m, g, h), product(up, m, h, g), product(up, g, h, m)),
+        LayerWork(down, Role.EXPERTS_DOWN, product(down, m, h, f), product(down, m, f, h), product(down, f, h, m)),
         LayerWork(
             combine,
+            Role.COMBINE,
             (*sent.from_experts(combine), *sent.gathered(combine, hidden)),
             (*sent.to_experts(combine), *sent.gathered(combine, weights)),
             (),

@@ -8,28 +8,23 @@ from typing import TYPE_CHECKING
 
 from ..base.reduction import cut
 from ..model.parameters import layer_prefix
+from .roles import Role
 from .tensors import Tensors
 from .work import LayerWork
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
 
-_PARTS = {
-    "core_attn": ("attention.core",),
-    "mla_up_proj": ("attention.q", "attention.q_up", "attention.kv_up"),
-    "mlp": ("mlp.up", "mlp.down"),
-    "moe": (
-        "mlp.router",
-        "mlp.dispatch",
-        "mlp.experts.up",
-        "mlp.experts.down",
-        "mlp.combine",
-        "mlp.shared.up",
-        "mlp.shared.down",
-    ),
-    "shared_experts": ("mlp.shared.up", "mlp.shared.down"),
+_SHARED = (Role.SHARED_UP, Role.SHARED_DOWN)
+
+_REPEATED = {
+    "core_attn": (Role.CORE,),
+    "mla_up_proj": (Role.QUERIES, Role.QUERIES_UP, Role.KEYS_UP),
+    "mlp": (Role.UP, Role.DOWN),
+    "moe": (Role.ROUTER, Role.DISPATCH, Role.EXPERTS_UP, Role.EXPERTS_DOWN, Role.COMBINE, *_SHARED),
+    "shared_experts": _SHARED,
 }
-"""Module of selective recomputation -> the parts of a layer it repeats (Megatron-Core's `--recompute-modules`). `norm`,
+"""Module of selective recomputation -> the roles that it repeats (Megatron-Core's `--recompute-modules`). `norm`,
 `mlp_act` and `moe_act` repeat elementwise work only, which is not listed among operations."""
 
 
@@ -77,8 +72,8 @@ def with_recomputation(tensors: Tensors, layer: int, works: tuple[LayerWork, ...
         return (*_input_again(tensors, layer_prefix(layer)), *repeated) if plan.recompute.distribute else repeated
     if plan.recompute.mode != "selective":
         return works
-    parts = tuple(f".{part}" for module in plan.recompute.modules for part in _PARTS.get(module, ()))
-    return tuple(replace(work, recomputed=work.forward) if work.layer.endswith(parts) else work for work in works)
+    roles = {role for module in plan.recompute.modules for role in _REPEATED.get(module, ())}
+    return tuple(replace(work, recomputed=work.forward) if work.role in roles else work for work in works)
 
 
 def _input_again(tensors: Tensors, layer: str) -> tuple[LayerWork, ...]:
@@ -87,4 +82,4 @@ def _input_again(tensors: Tensors, layer: str) -> tuple[LayerWork, ...]:
         return ()
     lo, hi = cut(tensors.own_tokens * tensors.plan.model.hidden_size, tensors.tp, tensors.tp_rank)
     gather = tensors.tp_collective(layer, "all_gather", (hi - lo) * tensors.element_bytes * (tensors.tp - 1))
-    return (LayerWork(layer, (), (), (), recomputed=(gather,)),)
+    return (LayerWork(layer, Role.INPUT, (), (), (), recomputed=(gather,)),)

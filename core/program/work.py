@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .roles import Role
+
 CollectiveOp = Literal["all_to_all", "all_gather", "all_reduce", "reduce_scatter"]
 
 EXACT_SCALAR_BYTES = 24 * 8
@@ -82,6 +84,7 @@ class LayerWork:
     """
 
     layer: str
+    role: Role
     forward: Operations
     input_gradient: Operations
     weight_gradient: Operations

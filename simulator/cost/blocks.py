@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...core.plan.plan import Plan
-from ...core.program import Collective, LayerWork, Message, Operation, Product
+from ...core.program import Collective, LayerWork, Message, Operation, Product, Role
 from ..compute.compute import (
     AttentionShape,
     attention_kernels,
@@ -51,7 +51,7 @@ COMPONENT_OF_AXIS: Mapping[str, str] = {
 }
 """Axis of a collective -> component of `Seconds`."""
 
-MAKES_NO_OPERAND = ".mlp.down"
+MAKES_NO_OPERAND = Role.DOWN
 """A product whose result is added to the residual, so that no gradient needs it."""
 
 CHUNK_CALLS = 6
@@ -119,10 +119,10 @@ class BlockPricer:
             works = tuple(replace(work, weight_gradient=_without_gathers(work.weight_gradient)) for work in works)
         for work in works:
             chain = self._chain(work)
-            forward += self._forward(work.forward, work.layer)
-            backward += self._parts(work.input_gradient, work.layer, of="input")
+            forward += self._forward(work.forward, work.role)
+            backward += self._parts(work.input_gradient, work.role, of="input")
             summed = self._gradient_sum(work)
-            weight += self._parts(work.weight_gradient, work.layer, of="weight") + summed
+            weight += self._parts(work.weight_gradient, work.role, of="weight") + summed
             both += chain + summed
         again = self._whole_again(works, total) if recomputes_all else self._recomputed(works, pieces)
         again = again.recomputed()
@@ -136,11 +136,9 @@ class BlockPricer:
     def _operations_again(self, works: tuple[LayerWork, ...]) -> Part:
         """The operations that a plan has computed a second time, as far as a stack does."""
         needed = (
-            work
-            for work in works
-            if not (self.profile.recomputation_stops_early and work.layer.endswith(MAKES_NO_OPERAND))
+            work for work in works if not (self.profile.recomputation_stops_early and work.role is MAKES_NO_OPERAND)
         )
-        return sum((self._forward(work.recomputed, work.layer) for work in needed), Part())
+        return sum((self._forward(work.recomputed, work.role) for work in needed), Part())
 
     def _recomputed(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic]) -> Part:
         """What is computed a second time when some modules only are, or some operations."""
@@ -157,19 +155,19 @@ class BlockPricer:
     def _operators_again(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic]) -> Part:
         """All kernels that are no products, every second product, and the attention core where the plan names it."""
         total, again = sum(pieces.values(), Traffic()), Part()
-        for layer, found in second_products(self.plan.model, works):
-            again += self._forward(found, layer)
+        for role, found in second_products(self.plan.model, works):
+            again += self._forward(found, role)
         for work in works:
-            if work.layer.endswith("attention.core") and "core_attn" in self.plan.recompute.modules:
-                again += self._forward(work.forward, work.layer)
+            if work.role is Role.CORE and "core_attn" in self.plan.recompute.modules:
+                again += self._forward(work.forward, work.role)
         return again + self._elementwise(total.forward_bytes, total.forward_kernels)
 
-    def _forward(self, found: Iterable[Operation], layer: str) -> Part:
+    def _forward(self, found: Iterable[Operation], role: Role) -> Part:
         """Products, and collectives that hide behind them where the stack cuts both into chunks."""
         found = tuple(found)
         if self.profile.tensor_overlap in ("forward", "all") and self.plan.layout.sequence_parallel:
-            return self._chunked(found, layer, of="forward")
-        return self._parts(found, layer, of="forward")
+            return self._chunked(found, role, of="forward")
+        return self._parts(found, role, of="forward")
 
     def _chain(self, work: LayerWork) -> Part:
         """The whole backward of one layer. What precedes the weight gradient's product overlaps with the input
@@ -177,33 +175,33 @@ class BlockPricer:
         Megatron's asynchronous linear layer)."""
         first, second = work.input_gradient, work.weight_gradient
         if self.profile.tensor_overlap in ("none", "forward") or not any(isinstance(op, Product) for op in second):
-            return self._parts(first, work.layer, of="input") + self._parts(second, work.layer, of="weight")
+            return self._parts(first, work.role, of="input") + self._parts(second, work.role, of="weight")
         before, products, after = _split(first)
         gathers, weight_products, rest = _split(second)
         if self.profile.tensor_overlap == "all":
-            one = self._chunked((*before, *products), work.layer, of="input")
+            one = self._chunked((*before, *products), work.role, of="input")
         else:
-            one = self._parts((*before, *products), work.layer, of="input")
+            one = self._parts((*before, *products), work.role, of="input")
         return (
-            self._overlapped(one, gathers, work.layer)
-            + self._overlapped(self._parts(weight_products, work.layer, of="weight"), after, work.layer)
-            + self._parts(rest, work.layer, of="weight")
+            self._overlapped(one, gathers, work.role)
+            + self._overlapped(self._parts(weight_products, work.role, of="weight"), after, work.role)
+            + self._parts(rest, work.role, of="weight")
         )
 
-    def _overlapped(self, compute: Part, collectives: tuple[Operation, ...], layer: str) -> Part:
+    def _overlapped(self, compute: Part, collectives: tuple[Operation, ...], role: Role) -> Part:
         """Compute with collectives launched during it: what outlasts it is exposed, and it slows down meanwhile."""
         if not collectives:
             return compute
-        other = self._parts(collectives, layer, of="weight")
+        other = self._parts(collectives, role, of="weight")
         hidden_s, compute_s = other.seconds.tp_comm, compute.seconds.compute
         exposed_s = max(slowed_s(self.plan.cluster, compute_s, hidden_s), hidden_s) - compute_s
         rest = other.seconds + Seconds(tp_comm=exposed_s - hidden_s)
         return Part(compute.seconds + rest, compute.num_kernels + other.num_kernels)
 
-    def _chunked(self, found: tuple[Operation, ...], layer: str, *, of: Pass) -> Part:
+    def _chunked(self, found: tuple[Operation, ...], role: Role, *, of: Pass) -> Part:
         """Products with their collectives in tp chunks: all but the first or last chunk is hidden (Transformer
         Engine, userbuffers)."""
-        part, tp = self._parts(found, layer, of=of), self.plan.layout.tp
+        part, tp = self._parts(found, role, of=of), self.plan.layout.tp
         comm_s, compute_s = part.seconds.tp_comm, part.seconds.compute
         if not comm_s or not compute_s:
             return part
@@ -211,35 +209,39 @@ class BlockPricer:
         kernels = part.num_kernels + tp * CHUNK_CALLS / self.profile.host_calls
         return Part(part.seconds + Seconds(tp_comm=min(comm_s, exposed_s) - comm_s), kernels)
 
-    def _parts(self, found: Iterable[Operation], layer: str, *, of: Pass) -> Part:
+    def _parts(self, found: Iterable[Operation], role: Role, *, of: Pass) -> Part:
         """Operations one after the other; an attention core with the exchange of its keys and values."""
         found = tuple(found)
-        if layer.endswith("attention.core") and found:
+        if role is Role.CORE and found:
             return self._attention(found, of=of)
+        return self._in_turn(found, role, of=of)
+
+    def _in_turn(self, found: Iterable[Operation], role: Role, *, of: Pass) -> Part:
+        """Products and collectives one after the other."""
         total = Part()
         for operation in found:
             match operation:
                 case Product():
-                    total += self._product(operation, of=of)
+                    total += self._product(operation, role, of=of)
                 case Collective():
                     total += Part(
-                        Seconds(**{COMPONENT_OF_AXIS[operation.axis]: self.collective_s(self._sent(operation, layer))}),
+                        Seconds(**{COMPONENT_OF_AXIS[operation.axis]: self.collective_s(self._sent(operation, role))}),
                         1,
                     )
                 case Message():
                     raise AssertionError("layers send no messages of their own")
         return total
 
-    def _product(self, product: Product, *, of: Pass) -> Part:
+    def _product(self, product: Product, role: Role, *, of: Pass) -> Part:
         """The product of a layer, or those that the stack makes of it, with fp8 after the casts of their operands."""
-        dtype = self._dtype(product)
-        products = separate(self.plan.model, product, of) if self.profile.separate_projections else (product,)
+        dtype = self._dtype(product, role)
+        products = separate(self.plan.model, role, product, of) if self.profile.separate_projections else (product,)
         total = sum((self._kernel(one, dtype, of=of) for one in products), Part())
         if of == "input" and len(products) > 1:
             reduced = self.plan.layout.tp > 1
             added = sum_bytes(product, len(products), compiled=self.profile.fused_elementwise, reduced=reduced)
             total += self._elementwise(added, len(products) - 1)
-        return total + self._casts(product, of=of) if dtype == "fp8" else total
+        return total + self._casts(product, role, of=of) if dtype == "fp8" else total
 
     def _kernel(self, product: Product, dtype: str, *, of: Pass) -> Part:
         """One product as the library runs it."""
@@ -254,21 +256,17 @@ class BlockPricer:
             Seconds(compute=seconds), 1 + (product_kernels(product, grouped=grouped) - 1) / self.profile.host_calls
         )
 
-    def _casts(self, product: Product, *, of: Pass) -> Part:
+    def _casts(self, product: Product, role: Role, *, of: Pass) -> Part:
         """What brings the operands of a product to 8 bits; an expert's tokens have a scale of their own."""
-        num_bytes = cast_bytes(self.profile.casts, product, of=of, cut=self.plan.layout.tp)
+        num_bytes = cast_bytes(self.profile.casts, role, product, of=of, cut=self.plan.layout.tp)
         if not num_bytes:
             return Part()
         kernels = product.count if product.grouped else 1
         return Part(self._elementwise(num_bytes, kernels).seconds, 1 + (kernels - 1) / self.profile.host_calls)
 
-    def _sent(self, operation: Collective, layer: str) -> Collective:
+    def _sent(self, operation: Collective, role: Role) -> Collective:
         """A collective as the stack runs it: tokens gathered in 8 bits where they are cast before."""
-        narrow = (
-            self.profile.casts.gathers_narrow
-            and self.plan.precision.dtype == "fp8"
-            and not layer.endswith("head.output")
-        )
+        narrow = self.profile.casts.gathers_narrow and self.plan.precision.dtype == "fp8" and role is not Role.HEAD
         if narrow and operation.op == "all_gather" and operation.axis == "tp":
             return replace(operation, sent_bytes=operation.sent_bytes // 2)
         return operation
@@ -281,12 +279,12 @@ class BlockPricer:
         width = self.profile.gradient_bytes(self.plan.precision.dtype)
         return Part(Seconds(compute=traffic_s(self.plan.cluster, elements * ACCUMULATION_BYTES * width / 4)))
 
-    def _dtype(self, product: Product) -> str:
+    def _dtype(self, product: Product, role: Role) -> str:
         """Number format of a product's operands: fp8 recipes leave output heads in 16 bits."""
         dtype = product.dtype or self.plan.precision.dtype
-        if self.profile.router_dtype == "weights" and product.layer.endswith("mlp.router"):
+        if self.profile.router_dtype == "weights" and role is Role.ROUTER:
             dtype = self.plan.precision.dtype if self.plan.precision.dtype != "fp8" else "bf16"
-        return "bf16" if dtype == "fp8" and product.layer.endswith("head.output") else dtype
+        return "bf16" if dtype == "fp8" and role is Role.HEAD else dtype
 
     def _attention(self, found: tuple[Operation, ...], *, of: Pass) -> Part:
         """The core on this rank's queries. With context parallelism all but the first of the cp blocks of keys and
@@ -298,7 +296,7 @@ class BlockPricer:
             cluster, dtype, self.attention_shape, backward=backward, fused=fused, share=share, dropout=dropout
         )
         total = Part(Seconds(compute=seconds), attention_kernels(backward=backward, fused=fused))
-        exchange = self._parts(tuple(op for op in found if isinstance(op, Collective)), "", of=of)
+        exchange = self._in_turn((op for op in found if isinstance(op, Collective)), Role.CORE, of=of)
         cp, comm_s = self.plan.layout.cp, exchange.seconds.cp_comm
         if comm_s and self.profile.context_overlap:
             cover_s = seconds * (cp - 1) / cp

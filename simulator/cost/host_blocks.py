@@ -16,7 +16,7 @@ from ...core.layout.stage_parameters import stage_parameters
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import Parameter
 from ...core.plan.plan import Plan
-from ...core.program import Collective, Group, LayerWork, Operation, Product, group_work
+from ...core.program import Collective, Group, LayerWork, Operation, Product, Role, group_work
 from ..compute.host_kernels import Variant, attention_head_s, host_product_s, kernel_s
 from ..engine.seconds import NOTHING, Seconds
 from .blocks import COMPONENT_OF_AXIS, Block, Part
@@ -28,11 +28,11 @@ Kernels = Iterable[tuple[str, float, float]]
 BACKWARD_FUNCTIONS = 16
 """Functions in the measured chain `function_backward_16`."""
 
-ROW_LAYERS = (".attention.output", ".mlp.down")
-"""Ends of the names of layers whose input features are cut; all other products cut output features."""
+CUTS_INPUT = (Role.ATTENTION_OUTPUT, Role.DOWN)
+"""Layers whose input features are cut; all other products cut output features."""
 
-GATED_LAYER = ".mlp.up"
-"""The end of the name of the layer whose two halves, gate and up-projection, are multiplied one after the other."""
+GATED = Role.UP
+"""The layer whose two halves, gate and up-projection, are multiplied one after the other."""
 
 
 def is_host(plan: Plan) -> bool:
@@ -148,24 +148,24 @@ class _HostPricer:
 
     def part(self, work: LayerWork, of: str) -> Part:
         """Products and collectives of one layer in a pass, with the sum over microbatches of its weight gradient."""
-        if work.layer.endswith("attention.core"):
+        if work.role is Role.CORE:
             return NOTHING_PART
         found = {"forward": work.forward, "input": work.input_gradient, "weight": work.weight_gradient}[of]
         total = Part()
         for operation in found:
-            total += self._operation(work.layer, operation, of)
+            total += self._operation(work.role, operation, of)
         return total
 
-    def _operation(self, layer: str, operation: Operation, of: str) -> Part:
+    def _operation(self, role: Role, operation: Operation, of: str) -> Part:
         if isinstance(operation, Collective):
             return Part(Seconds(**{COMPONENT_OF_AXIS[operation.axis]: self.collective_s(operation)}), 1)
         assert isinstance(operation, Product)
         shape = {"m": operation.m, "n": operation.n, "k": operation.k}
-        halves = self.plan.model.gated and layer.endswith(GATED_LAYER)
+        halves = self.plan.model.gated and role is GATED
         if halves:
             cut = {"forward": "n", "input": "k", "weight": "m"}[of]
             shape[cut] //= 2
-        parts = [(variant, share) for variant, share in _variants(layer, of, self.tokens.sums) if share]
+        parts = [(variant, share) for variant, share in _variants(role, of, self.tokens.sums) if share]
         seconds = sum(share * host_product_s(self.plan.cluster, variant, **shape) for variant, share in parts)
         return Part(Seconds(compute=(1 + halves) * seconds / rate_share(self.plan)), 1 + halves)
 
@@ -173,13 +173,13 @@ class _HostPricer:
 NOTHING_PART = Part(NOTHING, 0)
 
 
-def _variants(layer: str, of: str, sums: float) -> list[tuple[Variant, float]]:
+def _variants(role: Role, of: str, sums: float) -> list[tuple[Variant, float]]:
     """Which products a pass of a layer asks for, and how many of each. Weights are stored with the cut features first,
     so a row-parallel layer multiplies forward as a column-parallel one backward; weight gradients are added to what is
     there by the product itself."""
     if of == "weight":
         return [("tn", 1 - sums), ("tn_", sums)]
-    return [("nt" if layer.endswith(ROW_LAYERS) == (of == "input") else "nn", 1.0)]
+    return [("nt" if (role in CUTS_INPUT) == (of == "input") else "nn", 1.0)]
 
 
 @dataclass(frozen=True)

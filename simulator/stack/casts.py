@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ...core.program import Product
+from ...core.program import Product, Role
 
 Scaling = Literal["tensor", "row", "block"]
 """How far one scale reaches: a tensor, a row or column, or 32 numbers of one (mxfp8)."""
 
-AFTER_NORM = ("attention.qkv", "mlp.up")
+AFTER_NORM = (Role.QKV, Role.UP)
 """Products whose input a norm writes."""
 
-BEFORE_SUM = ("attention.output", "mlp.down")
+BEFORE_SUM = (Role.ATTENTION_OUTPUT, Role.DOWN)
 """Products whose gradient is gathered where tensor parallelism cuts tokens."""
 
 
@@ -81,20 +81,22 @@ TORCHAO_CASTS: Mapping[Scaling, Casts] = {
 torchao/testing/float8/roofline_utils.py."""
 
 
-def cast_bytes(casts: Casts, product: Product, *, of: Literal["forward", "input", "weight"], cut: int) -> float:
+def cast_bytes(
+    casts: Casts, role: Role, product: Product, *, of: Literal["forward", "input", "weight"], cut: int
+) -> float:
     """Bytes that the casts for one product move: of `forward` its input and weight, of `input` the output's gradient
     and the weight, of `weight` its input again. `cut` ranks hold the tokens between them."""
     weights, narrow = product.count * product.n * product.k, casts.gathers_narrow and cut > 1
     match of:
         case "forward":
-            cast = 0.0 if casts.norms_cast and product.layer.endswith(AFTER_NORM) else casts.input_bytes
-            own = cast / cut if narrow and product.layer.endswith(AFTER_NORM) else cast
+            cast = 0.0 if casts.norms_cast and role in AFTER_NORM else casts.input_bytes
+            own = cast / cut if narrow and role in AFTER_NORM else cast
             return own * product.count * product.m * product.k + casts.weight_bytes * weights
         case "input":
-            whole = narrow and product.layer.endswith(BEFORE_SUM)
+            whole = narrow and role in BEFORE_SUM
             cast = casts.input_bytes / cut + casts.transposed_bytes if whole else casts.gradient_bytes
             return cast * product.count * product.m * product.k + casts.weight_again_bytes * weights
         case "weight":
-            turned = narrow and product.layer.endswith(AFTER_NORM)
+            turned = narrow and role in AFTER_NORM
             cast = casts.transposed_bytes if turned else casts.input_again_bytes
             return cast * product.count * product.k * product.n

@@ -16,7 +16,7 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch, Precision, Runtime
-from shardproof.core.program import Product
+from shardproof.core.program import Product, Role
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.compute.compute import (
     AttentionShape,
@@ -90,7 +90,7 @@ def test_megatron_multiplies_router_scores_in_16_bits_and_our_own_backend_in_fp3
         MIXTRAL, B200, Layout(dp=8, ep=8), Batch(8, 1, 4096), runtime=Runtime(stack), precision=Precision(dtype)
     )
     pricer = BlockPricer(plan, PROFILES[stack], lambda collective: 0.0)
-    assert pricer._dtype(Product("layers.0.mlp.router", 4096, 8, 4096, dtype="fp32")) == expected
+    assert pricer._dtype(Product("layers.0.mlp.router", 4096, 8, 4096, dtype="fp32"), Role.ROUTER) == expected
 
 
 def test_power_takes_the_same_seconds_per_flop_from_every_kernel():

@@ -11,7 +11,7 @@ from shardproof.benchmarks.published.machines import POWER_EXPONENT
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.program import Product
+from shardproof.core.program import Product, Role
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.compute.compute import elementwise_s, product_s
 from shardproof.simulator.cost.pricing import Pricing
@@ -40,7 +40,9 @@ def linear_s(m: int, k: int, n: int, scaling: str | None) -> float:
         product = Product("mlp.down", *sizes)
         seconds += product_s(HOPPER_500_W, "fp8" if scaling else "bf16", product)
         if scaling:
-            seconds += elementwise_s(HOPPER_500_W, cast_bytes(TORCHAO_CASTS[scaling], product, of=of, cut=1), 1)
+            seconds += elementwise_s(
+                HOPPER_500_W, cast_bytes(TORCHAO_CASTS[scaling], Role.DOWN, product, of=of, cut=1), 1
+            )
     return seconds
 
 
@@ -95,17 +97,17 @@ def test_torchtitan_scales_by_tensor_unless_asked():
 
 def test_transformer_engine_casts_in_the_norm_and_both_ways_at_once():
     up, down = Product("mlp.up", 10, 20, 30), Product("mlp.down", 10, 20, 30)
-    assert cast_bytes(TRANSFORMER_ENGINE_CASTS, up, of="forward", cut=1) == 0
-    assert cast_bytes(TRANSFORMER_ENGINE_CASTS, down, of="forward", cut=1) == 4 * 10 * 30
-    assert cast_bytes(TRANSFORMER_ENGINE_CASTS, down, of="weight", cut=1) == 0
+    assert cast_bytes(TRANSFORMER_ENGINE_CASTS, Role.UP, up, of="forward", cut=1) == 0
+    assert cast_bytes(TRANSFORMER_ENGINE_CASTS, Role.DOWN, down, of="forward", cut=1) == 4 * 10 * 30
+    assert cast_bytes(TRANSFORMER_ENGINE_CASTS, Role.DOWN, down, of="weight", cut=1) == 0
     assert TRANSFORMER_ENGINE_CASTS.once_a_step
 
 
 def test_tensor_parallel_ranks_cast_their_own_tokens_before_they_gather():
     casts, up = TORCHAO_CASTS["tensor"], Product("mlp.up", 64, 16, 32)
-    assert cast_bytes(casts, up, of="forward", cut=1) == 3 * 64 * 32
-    assert cast_bytes(casts, up, of="forward", cut=8) == 3 * 64 * 32 / 8
-    assert cast_bytes(TORCHAO_CASTS["row"], up, of="forward", cut=8) == 3 * 64 * 32 + 3 * 32 * 16
+    assert cast_bytes(casts, Role.UP, up, of="forward", cut=1) == 3 * 64 * 32
+    assert cast_bytes(casts, Role.UP, up, of="forward", cut=8) == 3 * 64 * 32 / 8
+    assert cast_bytes(TORCHAO_CASTS["row"], Role.UP, up, of="forward", cut=8) == 3 * 64 * 32 + 3 * 32 * 16
 
 
 def test_tokens_are_gathered_in_8_bits_with_a_scale_per_tensor_only():

@@ -11,7 +11,7 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Recompute
-from shardproof.core.program import Collective, Group, Product, group_work
+from shardproof.core.program import Collective, Group, Product, Role, group_work
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.communication import Place
 from shardproof.simulator.cost.flops import step_flops
@@ -39,13 +39,11 @@ def plan(
 
 def test_queries_keys_and_values_are_three_products_gate_and_up_are_two():
     qkv, up = Product("layers.0.attention.qkv", 8192, 6144, 4096), Product("layers.0.mlp.up", 8192, 28672, 4096)
-    assert [product.n for product in separate(LLAMA, qkv, "forward")] == [4096, 1024, 1024]
-    assert [product.n for product in separate(LLAMA, up, "forward")] == [14336, 14336]
-    assert [product.k for product in separate(LLAMA, replace(up, n=4096, k=28672), "input")] == [14336, 14336]
-    assert sum(product.flops for product in separate(LLAMA, qkv, "forward")) == qkv.flops
-    assert separate(LLAMA, replace(up, layer="layers.0.mlp.down"), "forward") == (
-        replace(up, layer="layers.0.mlp.down"),
-    )
+    assert [product.n for product in separate(LLAMA, Role.QKV, qkv, "forward")] == [4096, 1024, 1024]
+    assert [product.n for product in separate(LLAMA, Role.UP, up, "forward")] == [14336, 14336]
+    assert [product.k for product in separate(LLAMA, Role.UP, replace(up, n=4096, k=28672), "input")] == [14336, 14336]
+    assert sum(product.flops for product in separate(LLAMA, Role.QKV, qkv, "forward")) == qkv.flops
+    assert separate(LLAMA, Role.DOWN, up, "forward") == (up,)
 
 
 def test_gradients_of_one_input_are_added_in_the_next_kernel_unless_ranks_reduce_them_or_nothing_is_compiled():
@@ -61,8 +59,8 @@ def test_gradients_of_one_input_are_added_in_the_next_kernel_unless_ranks_reduce
 def test_by_operations_keys_output_and_up_are_repeated_and_nothing_else():
     (work_group,) = [group for group in Pricing(plan())._groups[0] if group.kind == "dense"]
     again = second_products(LLAMA, group_work(plan(), work_group))
-    repeated = {layer.split(".", 2)[2]: [op.n for op in found if isinstance(op, Product)] for layer, found in again}
-    assert repeated == {"attention.qkv": [1024], "attention.output": [4096], "mlp.up": [14336]}
+    repeated = {role: [op.n for op in found if isinstance(op, Product)] for role, found in again}
+    assert repeated == {Role.QKV: [1024], Role.ATTENTION_OUTPUT: [4096], Role.UP: [14336]}
 
 
 def test_flops_of_the_step_count_what_is_repeated():
