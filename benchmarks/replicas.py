@@ -17,7 +17,7 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch, Recompute
-from shardproof.simulator.engine.replicas import coupled, execute_replicas
+from shardproof.simulator.engine.replicas import all_coupled, execute_replicas
 from shardproof.simulator.simulation.simulate import simulate
 
 TARGET_S = 1.0
@@ -47,7 +47,7 @@ def measure(plan: Plan) -> dict[str, float]:
     graph = run.graph
     slowdown = 1 + np.abs(np.random.default_rng(1).normal(0.0, 0.01, size=(PP, DP)))
     duration_s = (run.end_s - run.start_s)[:, None] * np.where(graph.is_compute[:, None], slowdown[graph.rank], 1.0)
-    replicas = execute_replicas(graph, duration_s, coupled(DP))
+    replicas = execute_replicas(graph, duration_s, all_coupled(DP))
     done = perf_counter()
     return {
         "actions": duration_s.size,

@@ -42,7 +42,7 @@ class ReplicaRun:
         )
 
 
-def coupled(num_columns: int) -> dict[Kind, int]:
+def all_coupled(num_columns: int) -> dict[Kind, int]:
     """Couplings of `num_columns` data-parallel replicas: all of them reduce and gather together."""
     return dict.fromkeys(GRADIENTS_AND_PARAMETERS, num_columns)
 

@@ -13,7 +13,7 @@ from shardproof.core.schedule.action import Kind
 from shardproof.simulator.engine import kernel
 from shardproof.simulator.engine.engine import execute
 from shardproof.simulator.engine.graph import Graph, build_graph
-from shardproof.simulator.engine.replicas import coupled, execute_replicas, plain_replicas
+from shardproof.simulator.engine.replicas import all_coupled, execute_replicas, plain_replicas
 
 
 def graph_of(
@@ -32,7 +32,7 @@ def durations(graph: Graph, num_columns: int, seed: int) -> np.ndarray:
 def test_one_replica_is_the_plain_run():
     graph = graph_of()
     duration_s = durations(graph, 1, 1)
-    one, run = execute_replicas(graph, duration_s, coupled(1)).run(0), execute(graph, duration_s[:, 0])
+    one, run = execute_replicas(graph, duration_s, all_coupled(1)).run(0), execute(graph, duration_s[:, 0])
     assert np.array_equal(one.start_s, run.start_s)
     assert np.array_equal(one.end_s, run.end_s)
 
@@ -41,7 +41,7 @@ def test_one_replica_is_the_plain_run():
 def test_equal_replicas_all_do_what_one_does(coupled):
     graph = graph_of("Interleaved1F1B", vpp=2)
     column = durations(graph, 1, 2)
-    replicas = execute_replicas(graph, np.repeat(column, 6, axis=1), coupled(6) if coupled else {})
+    replicas = execute_replicas(graph, np.repeat(column, 6, axis=1), all_coupled(6) if coupled else {})
     assert np.array_equal(replicas.end_s, np.repeat(execute(graph, column[:, 0]).end_s[:, None], 6, axis=1))
 
 
@@ -64,7 +64,7 @@ def test_a_device_twice_as_slow_holds_up_every_replica_at_its_reductions():
     duration_s = np.repeat(duration_s[:, None], 3, axis=1)
     slow = np.isin(kind, [Kind.F, Kind.B]) & (graph.rank == 1)
     duration_s[slow, 2] *= 2
-    replicas = execute_replicas(graph, duration_s, coupled(3))
+    replicas = execute_replicas(graph, duration_s, all_coupled(3))
     # rank 1 of the slow replica: F0 at 1, then 4 x (2 + 4) seconds: its reduction starts at 25; rank 0's
     # last backward ends 2 later
     reduce = [int(np.flatnonzero((kind == Kind.REDUCE_GRAD) & (graph.rank == rank))[0]) for rank in range(2)]
@@ -79,9 +79,9 @@ def test_a_device_twice_as_slow_holds_up_every_replica_at_its_reductions():
 def test_two_seeded_runs_side_by_side_are_each_the_run_alone():
     graph = graph_of()
     duration_s = durations(graph, 6, 4)
-    both = execute_replicas(graph, duration_s, coupled(3))
+    both = execute_replicas(graph, duration_s, all_coupled(3))
     for run in (slice(0, 3), slice(3, 6)):
-        assert np.array_equal(both.end_s[:, run], execute_replicas(graph, duration_s[:, run], coupled(3)).end_s)
+        assert np.array_equal(both.end_s[:, run], execute_replicas(graph, duration_s[:, run], all_coupled(3)).end_s)
 
 
 def test_an_expert_group_computes_together_and_reduces_with_all():
@@ -139,7 +139,7 @@ def test_permuting_equal_ranks_permutes_their_times(seed, order):
     graph = graph_of("ZBVZeroBubble", vpp=2)
     duration_s = durations(graph, 4, seed)
     straight, permuted = (
-        execute_replicas(graph, columns, coupled(4)) for columns in (duration_s, duration_s[:, order])
+        execute_replicas(graph, columns, all_coupled(4)) for columns in (duration_s, duration_s[:, order])
     )
     assert np.array_equal(straight.end_s[:, order], permuted.end_s)
 
@@ -149,6 +149,6 @@ def test_permuting_equal_ranks_permutes_their_times(seed, order):
 def test_a_slower_replica_never_speeds_anything_up(seed, column, factor):
     graph = graph_of()
     duration_s = durations(graph, 4, seed)
-    before = execute_replicas(graph, duration_s, coupled(4))
+    before = execute_replicas(graph, duration_s, all_coupled(4))
     duration_s[:, column] *= factor
-    assert (execute_replicas(graph, duration_s, coupled(4)).end_s >= before.end_s).all()
+    assert (execute_replicas(graph, duration_s, all_coupled(4)).end_s >= before.end_s).all()
