@@ -525,9 +525,9 @@ def test_a_save_that_takes_longer_than_the_time_limit_is_no_hang(tmp_path):
         plan_of(tmp_path / "run"),
         layout=layout,
         cluster=cluster_preset("this-host", 2),
-        train=Train(steps=1, timeout_s=1.0),
+        train=Train(steps=1, timeout_s=2.0),
     )
-    with Workers(2, timeout_s=120) as pool:
+    with Workers(2, timeout_s=600) as pool:
         assert pool.run(save_slowly, plan, stall_s=plan.train.timeout_s) == [1, 1]
     assert [saved.steps for saved in saved_in(tmp_path / "run")] == [1]
 

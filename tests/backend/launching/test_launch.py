@@ -30,7 +30,7 @@ def who_job(transport, payload):
     )
 
 
-def ended(pids, within_s=60.0):
+def ended(pids, within_s=600.0):
     """True when no process of `pids` is left."""
     deadline_s = time.monotonic() + within_s
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -371,7 +371,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
     (tmp_path / "temporary").mkdir()
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, env=environment) as process:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 600
         while (
             process.poll() is None
             and time.monotonic() < deadline_s
@@ -386,7 +386,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
             process.kill()  # else leaving `with` waits for ranks that sleep an hour
     assert None not in pids, errors.decode()
     assert ended(pids)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 600
     # torch's own cache
     while left := [path for path in (tmp_path / "temporary").iterdir() if not path.name.startswith("torchinductor_")]:
         assert time.monotonic() < deadline_s, f"temporary files are left behind: {left}"

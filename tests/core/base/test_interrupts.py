@@ -108,7 +108,7 @@ def test_a_thread_that_python_waits_for_does_not_keep_an_ended_program():
     where it is looked up."""
     body = (
         "from shardproof.core.base import interrupts; interrupts.UNWIND_S = "
-        "0.5\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "3.0\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
     )
     assert ended_by(f"{body}ready(); time.sleep(60)", signal.SIGTERM) == (
         143,
