@@ -13,7 +13,8 @@ from typing import Literal
 from ..base.errors import LayoutError
 from ..base.reduction import Node, cut, maximal_nodes
 from ..model.model import ModelSpec
-from ..model.parameters import Feature, Parameter
+from ..model.operators import Feature
+from ..model.parameters import Parameter
 from .chunks import Chunks
 from .layout import Layout
 

@@ -1,33 +1,35 @@
 """Every parameter of a model: its canonical name and shape, what cuts it, and how it starts.
 
-Canonical layouts, chosen so that every cut is a slice of whole leaves:
-- `attention.qkv` rows are grouped by key/value head: the group's query heads, then its key head, then its value head;
-- `mlp.up` of a gated MLP interleaves rows: row 2i is the gate of unit i, row 2i + 1 its up-projection;
-- latent attention has rows by head: `q` and `q_up` the part without positions, then the rotary part; `kv_up` the key's
-  part without positions, then the value; the last rows of `kv_down` are the rotary key that all heads share;
-- linear weights are [out_features, in_features], as in torch; those of experts are stacked, [num_experts,
-  out_features, in_features].
+They follow from the operators (`core.model.operators`, which says how rows are grouped). Linear weights are
+[out_features, in_features], as in torch; those of experts are stacked, [num_experts, out_features, in_features].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from .model import ModelSpec
-
-Feature = Literal["heads", "ffn", "vocab", "expert_ffn", "shared_ffn"]
-"""The feature axis whose leaves tensor parallelism cuts: key/value groups, MLP units, vocabulary rows, and the units of
-one expert and of the shared experts."""
-
+from .operators import (
+    Feature,
+    Kind,
+    Operator,
+    embedding_operators,
+    head_operators,
+    layer_operators,
+    prediction_operators,
+)
+from .roles import Role
 
 TOKEN_TABLE = "embedding.tokens.weight"
 """The token table, which a tied model also uses as its output head."""
 
 POSITION_TABLE = "embedding.positions.weight"
 """The table of learned positions."""
+
+INIT_STD = 0.02
+"""Standard deviation with which weights start (GPT-2, section 2.3)."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +65,12 @@ def layer_prefix(layer: int) -> str:
 
 def embedding_parameters(model: ModelSpec) -> Iterator[Parameter]:
     """Token table, and the position table where positions are learned."""
-    yield Parameter(TOKEN_TABLE, (model.vocab_size, model.hidden_size), (0, "vocab"), init_std=0.02)
-    if model.position == "learned":
-        yield Parameter(POSITION_TABLE, (model.max_positions, model.hidden_size), init_std=0.02)
+    yield from _parameters_of(model, embedding_operators(model))
 
 
 def layer_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:
-    """One transformer layer: pre-norm attention and pre-norm MLP. Residual outputs start at 0.02/sqrt(2L)
-    (GPT-2, section 2.3)."""
-    prefix = layer_prefix(layer)
-    yield from _norm(model, f"{prefix}.attention.norm")
-    yield from (_latent_attention if model.is_mla else _attention)(model, f"{prefix}.attention")
-    yield from _norm(model, f"{prefix}.mlp.norm")
-    if not model.layer_is_moe(layer):
-        yield from _mlp(model, f"{prefix}.mlp", model.ffn_hidden_size, "ffn")
-        return
-    yield Parameter(f"{prefix}.mlp.router.weight", (model.num_experts, model.hidden_size), init_std=0.02)
-    yield from _mlp(model, f"{prefix}.mlp.experts", model.expert_width, "expert_ffn", num_experts=model.num_experts)
-    if model.num_shared_experts:
-        yield from _mlp(model, f"{prefix}.mlp.shared", model.shared_expert_width, "shared_ffn")
+    """One transformer layer. Residual outputs start at 0.02/sqrt(2L) (GPT-2, section 2.3)."""
+    yield from _parameters_of(model, layer_operators(model, layer), layer_prefix(layer))
 
 
 def mtp_prefix(depth: int) -> str:
@@ -94,19 +83,16 @@ def mtp_parameters(model: ModelSpec, depth: int) -> Iterator[Parameter]:
     """One module of multi-token prediction (DeepSeek-V3, section 2.2): norms of both inputs, their projection, a
     transformer layer, which is numbered after the model's own, and the norm before the output head. Token table and
     head are the model's."""
-    prefix, hidden = mtp_prefix(depth), model.hidden_size
-    yield from _norm(model, f"{prefix}.embedding_norm")
-    yield from _norm(model, f"{prefix}.hidden_norm")
-    yield Parameter(f"{prefix}.projection.weight", (hidden, 2 * hidden), init_std=0.02)
+    norm, *_ = head_operators(model, Role.OUTPUT_NORM)
+    yield from _parameters_of(model, prediction_operators(model), mtp_prefix(depth))
     yield from layer_parameters(model, model.num_layers + depth)
-    yield from _norm(model, f"{prefix}.norm")
+    yield from _parameters_of(model, (norm,), mtp_prefix(depth))
 
 
 def head_parameters(model: ModelSpec) -> Iterator[Parameter]:
     """Final norm, and the output table unless it is tied to the token table."""
-    yield from _norm(model, "head.norm")
-    if not model.tied_embeddings:
-        yield Parameter("head.output.weight", (model.vocab_size, model.hidden_size), (0, "vocab"), init_std=0.02)
+    tied = model.tied_embeddings
+    yield from _parameters_of(model, (each for each in head_operators(model) if not (tied and each.role is Role.HEAD)))
 
 
 def parameters(model: ModelSpec) -> Iterator[Parameter]:
@@ -144,88 +130,32 @@ def expert_bias_name(layer: int) -> str:
     return f"{layer_prefix(layer)}.mlp.router.expert_bias"
 
 
-def _attention(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
-    group_rows = (model.query_heads_per_group + 2) * model.head_dim
-    group_columns = model.query_heads_per_group * model.head_dim
-    rows, bias = (model.num_kv_heads * group_rows, model.hidden_size), model.bias or model.qkv_bias
-    yield from _linear(f"{prefix}.qkv", rows, (0, "heads"), group_rows, bias=bias)
-    if model.qk_norm:
-        yield from _norm(model, f"{prefix}.query_norm", model.head_dim)
-        yield from _norm(model, f"{prefix}.key_norm", model.head_dim)
-    columns = model.num_kv_heads * group_columns
-    yield from _linear(
-        f"{prefix}.output",
-        (model.hidden_size, columns),
-        (1, "heads"),
-        group_columns,
-        _residual_std(model),
-        bias=model.bias,
-    )
+def _parameters_of(model: ModelSpec, operators: Iterable[Operator], prefix: str = "") -> Iterator[Parameter]:
+    for operator in operators:
+        name = operator.role.named(prefix)
+        match operator.kind:
+            case Kind.LOOK_UP:
+                cut: tuple[int, Feature] | None = (0, operator.axis) if operator.axis else None
+                yield Parameter(f"{name}.weight", (operator.takes.size, operator.makes.size), cut, init_std=INIT_STD)
+            case Kind.NORM:
+                yield Parameter(f"{name}.weight", (operator.makes.size,), constant=1.0, decay=False)
+                if model.norm == "layernorm":
+                    yield Parameter(f"{name}.bias", (operator.makes.size,), constant=0.0, decay=False)
+            case Kind.LINEAR:
+                yield from _linear(model, operator, name)
 
 
-def _latent_attention(model: ModelSpec, prefix: str) -> Iterator[Parameter]:
-    """DeepSeek-V2, arXiv 2405.04434, equations 37-47. The vectors of low rank are normed;
-    down-projections are not cut."""
-    heads, hidden, bias = model.num_heads, model.hidden_size, model.bias
-    if model.q_lora_rank:
-        yield from _linear(f"{prefix}.q_down", (model.q_lora_rank, hidden), bias=bias)
-        yield from _norm(model, f"{prefix}.q_norm", model.q_lora_rank)
-    inputs, name = (model.q_lora_rank, "q_up") if model.q_lora_rank else (hidden, "q")
-    query = model.qk_nope_head_dim + model.qk_rope_head_dim
-    yield from _linear(f"{prefix}.{name}", (heads * query, inputs), (0, "heads"), query, bias=bias)
-    yield from _linear(f"{prefix}.kv_down", (model.kv_lora_rank + model.qk_rope_head_dim, hidden), bias=bias)
-    yield from _norm(model, f"{prefix}.kv_norm", model.kv_lora_rank)
-    pair = model.qk_nope_head_dim + model.v_head_dim
-    yield from _linear(f"{prefix}.kv_up", (heads * pair, model.kv_lora_rank), (0, "heads"), pair, bias=bias)
-    columns = heads * model.v_head_dim
-    yield from _linear(
-        f"{prefix}.output", (hidden, columns), (1, "heads"), model.v_head_dim, _residual_std(model), bias=bias
-    )
-
-
-def _mlp(model: ModelSpec, prefix: str, width: int, feature: Feature, *, num_experts: int = 0) -> Iterator[Parameter]:
-    """Two products; `num_experts` of them stacked where that is given."""
-    up, hidden = 2 if model.gated else 1, model.hidden_size
-    yield from _linear(f"{prefix}.up", (up * width, hidden), (0, feature), up, bias=model.bias, num_experts=num_experts)
-    std = _residual_std(model)
-    yield from _linear(
-        f"{prefix}.down", (hidden, width), (1, feature), 1, std, bias=model.bias, num_experts=num_experts
-    )
-
-
-def _residual_std(model: ModelSpec) -> float:
-    return 0.02 / math.sqrt(2 * model.num_layers)
-
-
-def _norm(model: ModelSpec, name: str, width: int | None = None) -> Iterator[Parameter]:
-    shape = (model.hidden_size if width is None else width,)
-    yield Parameter(f"{name}.weight", shape, constant=1.0, decay=False)
-    if model.norm == "layernorm":
-        yield Parameter(f"{name}.bias", shape, constant=0.0, decay=False)
-
-
-def _linear(
-    name: str,
-    shape: tuple[int, int],
-    cut: tuple[int, Feature] | None = None,
-    unit: int = 1,
-    std: float = 0.02,
-    *,
-    bias: bool,
-    num_experts: int = 0,
-) -> Iterator[Parameter]:
-    """Weight and bias; with `num_experts` so many of them, stacked."""
-    stack, expert = ((num_experts,) if num_experts else ()), num_experts > 0
-    stacked_cut = None if cut is None else (cut[0] + len(stack), cut[1])
-    yield Parameter(f"{name}.weight", (*stack, *shape), stacked_cut, unit, init_std=std, expert=expert)
-    if bias:
-        bias_cut = None if cut is None or cut[0] == 1 else stacked_cut
-        yield Parameter(
-            f"{name}.bias",
-            (*stack, shape[0]),
-            bias_cut,
-            unit if bias_cut else 1,
-            constant=0.0,
-            decay=False,
-            expert=expert,
-        )
+def _linear(model: ModelSpec, operator: Operator, name: str) -> Iterator[Parameter]:
+    """Weight and bias, those of experts stacked."""
+    stack = (model.num_experts,) if operator.experts else ()
+    std = INIT_STD / math.sqrt(2 * model.num_layers) if operator.ends else INIT_STD
+    cut_side = operator.takes if operator.cuts_input else operator.makes
+    cut: tuple[int, Feature] | None = None
+    if operator.axis is not None:
+        cut = (len(stack) + operator.cuts_input, operator.axis)
+    unit = cut_side.unit if cut else 1
+    shape = (*stack, operator.makes.size, operator.takes.size)
+    yield Parameter(f"{name}.weight", shape, cut, unit, init_std=std, expert=operator.experts)
+    if operator.bias:
+        cut, unit = (None, 1) if operator.cuts_input else (cut, unit)  # what is summed over ranks gets one bias
+        yield Parameter(f"{name}.bias", shape[:-1], cut, unit, constant=0.0, decay=False, expert=operator.experts)

@@ -10,6 +10,7 @@ Letters: b samples per microbatch, s sequence, h hidden, n tensor-parallel size,
 biases, activations, rotations and softmax are elementwise or row-wise work without products; they are not listed here.
 """
 
+from ..model.roles import Role
 from .actions import copies_do_the_same, message_bytes, operations
 from .batch import load_batch
 from .context import finish_sequences
@@ -28,7 +29,6 @@ from .holdings import (
 )
 from .layers import Group, embedding_work, group_work, head_work, mtp_work, stage_groups, stage_work, transformer_work
 from .recompute import recomputed_modules, recomputed_runs, recomputes_all, recomputes_whole
-from .roles import Role
 from .tensors import sequences_are_cut
 from .work import (
     EXACT_SCALAR_BYTES,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..model.roles import Role
 from .linear import column, row, whole
-from .roles import Role
 from .tensors import Tensors, returned_rows, sequences_are_cut
 from .work import PARTIAL_BYTES, Collective, CollectiveOp, LayerWork, Operations, Product
 

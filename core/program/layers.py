@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 from ..base.reduction import cut
 from ..model.parameters import layer_prefix, mtp_prefix
+from ..model.roles import Role
 from .attention import attention_work
 from .linear import column, whole
 from .mlp import mlp_work
 from .recompute import recomputed_runs, recomputes_all, with_recomputation
-from .roles import Role
 from .tensors import Tensors
 from .work import LayerWork
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ..layout.leaves import Leaves
-from .roles import Role
+from ..model.roles import Role
 from .tensors import Tensors
 from .work import LayerWork, Operations, Product
 

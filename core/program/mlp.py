@@ -8,9 +8,9 @@ from typing import Literal
 
 from ..base.reduction import maximal_nodes
 from ..layout.routed_tokens import RoutedTokens
+from ..model.roles import Role
 from .expert_tokens import routed_tokens
 from .linear import column, row
-from .roles import Role
 from .router import router_work
 from .tensors import Tensors
 from .work import PARTIAL_BYTES, Collective, LayerWork, Operations, Product, scattered_bytes

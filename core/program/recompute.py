@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..base.reduction import cut
 from ..model.parameters import layer_prefix
-from .roles import Role
+from ..model.roles import Role
 from .tensors import Tensors
 from .work import LayerWork
 

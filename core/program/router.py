@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ..model.roles import Role
 from .linear import whole
-from .roles import Role
 from .tensors import Tensors
 from .work import Collective, LayerWork, Operations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .roles import Role
+from ..model.roles import Role
 
 CollectiveOp = Literal["all_to_all", "all_gather", "all_reduce", "reduce_scatter"]
 

@@ -1,4 +1,4 @@
-"""`Role`: what an operation of a model is for. Whoever treats some layers differently asks for the role, never for a
+"""`Role`: what an operator of a model is for. Whoever treats some operators differently asks for the role, never for a
 name: names are for people, ledgers and the recorder."""
 
 from __future__ import annotations
@@ -7,33 +7,47 @@ from enum import Enum
 
 
 class Role(Enum):
-    """The value is the end of the layer's name, behind the prefix of the block that it is in."""
+    """The value is the end of the operator's name, behind the prefix of the block that it is in."""
 
     TOKENS = "embedding.tokens"
+    POSITIONS = "embedding.positions"
+    ATTENTION_NORM = "attention.norm"
     QKV = "attention.qkv"
+    QUERY_HEAD_NORM = "attention.query_norm"
+    KEY_HEAD_NORM = "attention.key_norm"
     QUERIES = "attention.q"  # latent attention without low-rank queries
     QUERIES_DOWN = "attention.q_down"
+    QUERIES_NORM = "attention.q_norm"
     QUERIES_UP = "attention.q_up"
     KEYS_DOWN = "attention.kv_down"
+    KEYS_NORM = "attention.kv_norm"
     KEYS_UP = "attention.kv_up"
     CORE = "attention.core"
     ATTENTION_OUTPUT = "attention.output"
+    MLP_NORM = "mlp.norm"
     UP = "mlp.up"
+    ACTIVATION = "mlp.activation"
     DOWN = "mlp.down"
     ROUTER = "mlp.router"
     DISPATCH = "mlp.dispatch"
     EXPERTS_UP = "mlp.experts.up"
+    EXPERTS_ACTIVATION = "mlp.experts.activation"
     EXPERTS_DOWN = "mlp.experts.down"
     COMBINE = "mlp.combine"
     SHARED_UP = "mlp.shared.up"
+    SHARED_ACTIVATION = "mlp.shared.activation"
     SHARED_DOWN = "mlp.shared.down"
-    PROJECTION = "projection"  # of a hidden state and the next token's embedding, in multi-token prediction
+    EMBEDDING_NORM = "embedding_norm"  # of the next token's embedding, in multi-token prediction
+    HIDDEN_NORM = "hidden_norm"
+    PROJECTION = "projection"  # of a hidden state and the next token's embedding
+    OUTPUT_NORM = "norm"
+    HEAD_NORM = "head.norm"
     HEAD = "head.output"
     LOSS = "head.loss"
     INPUT = ""  # a block's input, where tensor-parallel ranks keep it in parts
 
     def named(self, prefix: str) -> str:
-        """The layer's name in a block, such as `layers.3.attention.qkv`.
+        """The operator's name in a block, such as `layers.3.attention.qkv`.
 
         >>> Role.QKV.named("layers.3"), Role.HEAD.named(""), Role.INPUT.named("layers.3")
         ('layers.3.attention.qkv', 'head.output', 'layers.3')
