@@ -96,13 +96,17 @@ class Operator:
         return self.takes.size * self.makes.size if self.kind is Kind.LINEAR else 0
 
 
-@lru_cache(maxsize=4096)
 def layer_operators(model: ModelSpec, layer: int) -> tuple[Operator, ...]:
     """One transformer layer: pre-norm attention and pre-norm MLP. Layers of multi-token prediction count on:
-    `num_layers + i`."""
+    `num_layers + i`. Equal layers share one tuple."""
+    return _layer_operators(model, moe=model.layer_is_moe(layer))
+
+
+@lru_cache(maxsize=256)
+def _layer_operators(model: ModelSpec, *, moe: bool) -> tuple[Operator, ...]:
     hidden = Width(model.hidden_size)
     attention = _latent_attention(model) if model.kv_lora_rank else _grouped_attention(model)
-    mlp = _experts(model) if model.layer_is_moe(layer) else _mlp(model, model.ffn_hidden_size, "ffn")
+    mlp = _experts(model) if moe else _mlp(model, model.ffn_hidden_size, "ffn")
     return (
         Operator(Role.ATTENTION_NORM, Kind.NORM, hidden, hidden),
         *attention,

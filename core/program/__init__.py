@@ -1,7 +1,7 @@
 """What each action computes and sends on one rank: the one description that is priced and executed.
 No seconds and no tensors.
 
-Each layer type is described once, as a `LayerWork`: what its forward, its input gradient and its weight gradient
+Each layer type is described once, as a `Op`: what its forward, its input gradient and its weight gradient
 compute and send. `operations` assembles the actions of a stage from them. Exact and fast numerics share the products
 and differ in the collectives: fast numerics leave the sum to the library, exact numerics move partial sums and add them
 in a fixed order (`core.base.reduction`).
@@ -27,8 +27,8 @@ from .holdings import (
     rank_stages,
     stage_elements,
 )
-from .layers import Group, embedding_work, group_work, head_work, mtp_work, stage_groups, stage_work, transformer_work
-from .recompute import recomputed_modules, recomputed_runs, recomputes_all, recomputes_whole
+from .layers import Group, embedding_ops, group_ops, head_ops, layer_ops, mtp_ops, stage_groups, stage_ops
+from .recompute import recomputed_modules, recomputed_runs, recomputes_all, recomputes_whole, repeated_roles
 from .tensors import sequences_are_cut
 from .work import (
     EXACT_SCALAR_BYTES,
@@ -36,8 +36,8 @@ from .work import (
     PARTIAL_BYTES,
     Collective,
     CollectiveOp,
-    LayerWork,
     Message,
+    Op,
     Operation,
     Operations,
     Product,
@@ -54,8 +54,8 @@ __all__ = [
     "CollectiveOp",
     "Group",
     "Held",
-    "LayerWork",
     "Message",
+    "Op",
     "Operation",
     "Operations",
     "Product",
@@ -63,18 +63,19 @@ __all__ = [
     "activation_bytes",
     "copies_axis",
     "copies_do_the_same",
-    "embedding_work",
+    "embedding_ops",
     "finish_sequences",
     "gradient_bytes",
     "gradient_elements",
-    "group_work",
-    "head_work",
+    "group_ops",
+    "head_ops",
     "held_elements",
     "held_gradients",
+    "layer_ops",
     "load_batch",
     "local_elements",
     "message_bytes",
-    "mtp_work",
+    "mtp_ops",
     "num_copies",
     "num_shards",
     "operations",
@@ -86,11 +87,11 @@ __all__ = [
     "recomputes_all",
     "recomputes_whole",
     "reduce_microbatch",
+    "repeated_roles",
     "sequences_are_cut",
     "stage_elements",
     "stage_groups",
-    "stage_work",
+    "stage_ops",
     "tied_ends",
-    "transformer_work",
     "weight_bytes",
 ]

@@ -16,9 +16,9 @@ from .gradients import (
     step_counts,
     tied_ends,
 )
-from .layers import stage_work
+from .layers import stage_ops
 from .tensors import Tensors
-from .work import LayerWork, Message, Operation, Operations
+from .work import Message, Op, Operation, Operations
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -37,9 +37,9 @@ def operations(
     pp_rank = plan.placement.ranks[stage][replica]
     match kind:
         case Kind.F:
-            return tuple(operation for work in stage_work(plan, stage, tp_rank, cp_rank) for operation in work.forward)
+            return tuple(operation for work in stage_ops(plan, stage, tp_rank, cp_rank) for operation in work.forward)
         case Kind.B | Kind.I | Kind.W:
-            works = stage_work(plan, stage, tp_rank, cp_rank)
+            works = stage_ops(plan, stage, tp_rank, cp_rank)
             if kind is Kind.I:
                 return tuple(_backward(works, kind))
             finish = finish_sequences(plan, stage, tp_rank, cp_rank)
@@ -101,7 +101,7 @@ def message_bytes(plan: Plan, tp_rank: int = 0) -> int:
     return tensors.own_tokens * plan.model.hidden_size * tensors.element_bytes
 
 
-def _backward(works: tuple[LayerWork, ...], kind: Kind) -> Iterator[Operation]:
+def _backward(works: tuple[Op, ...], kind: Kind) -> Iterator[Operation]:
     if kind is not Kind.W:
         for work in works:
             yield from work.recomputed

@@ -1,55 +1,13 @@
-"""Attention: grouped heads or multi-head latent attention, and its core under context parallelism."""
+"""The core of attention on one rank, and its exchange of keys and values under context parallelism."""
 
 from __future__ import annotations
 
-from ..model.roles import Role
-from .linear import column, row, whole
+from ..model.operators import Operator, Width
 from .tensors import Tensors, returned_rows, sequences_are_cut
-from .work import PARTIAL_BYTES, Collective, CollectiveOp, LayerWork, Operations, Product
+from .work import PARTIAL_BYTES, Collective, CollectiveOp, Op, Operations, Product
 
 
-def attention_work(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
-    """The attention of one layer, from the normed hidden state to the output product."""
-    return _latent(tensors, prefix) if tensors.plan.model.is_mla else _grouped(tensors, prefix)
-
-
-def _grouped(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
-    model, heads = tensors.plan.model, tensors.plan.leaf_sizes.heads
-    group = model.query_heads_per_group * model.head_dim
-    return (
-        column(tensors, prefix, Role.QKV, heads, group + 2 * model.head_dim),
-        _core(tensors, prefix),
-        row(tensors, prefix, Role.ATTENTION_OUTPUT, heads, group),
-    )
-
-
-def _latent(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1 and equations 37-47).
-
-    The down-projections are small and held whole, each rank multiplying its own tokens; what is gathered
-    for the up-projections are the low-rank vectors and the rotary key, which all heads share (as in
-    Megatron-Core's `MLASelfAttention`).
-    """
-    model, heads = tensors.plan.model, tensors.plan.leaf_sizes.heads
-    hidden, rank, rotary = model.hidden_size, model.kv_lora_rank, model.qk_rope_head_dim
-    if model.q_lora_rank:
-        queries: tuple[LayerWork, ...] = (
-            whole(tensors, prefix, Role.QUERIES_DOWN, model.q_lora_rank, hidden),
-            column(tensors, prefix, Role.QUERIES_UP, heads, model.head_dim, in_features=model.q_lora_rank),
-        )
-    else:
-        queries = (column(tensors, prefix, Role.QUERIES, heads, model.head_dim),)
-    unit = model.qk_nope_head_dim + model.v_head_dim
-    return (
-        *queries,
-        whole(tensors, prefix, Role.KEYS_DOWN, rank + rotary, hidden),
-        column(tensors, prefix, Role.KEYS_UP, heads, unit, in_features=rank, num_shared=rotary),
-        _core(tensors, prefix),
-        row(tensors, prefix, Role.ATTENTION_OUTPUT, heads, model.v_head_dim),
-    )
-
-
-def _core(tensors: Tensors, prefix: str) -> LayerWork:
+def attention_core(tensors: Tensors, operator: Operator, layer: str) -> Op:
     """Scores and their product with the values, per query head, over the full square (a causal
     kernel may skip half of it).
 
@@ -61,17 +19,17 @@ def _core(tensors: Tensors, prefix: str) -> LayerWork:
     around a ring instead (Liu et al. 2023, Ring Attention) sends the same bytes in cp - 1 steps. Exact numerics send
     gradients back as the nodes of a tree over blocks of queries, of each the rows that have a value.
     """
-    plan, model, layer = tensors.plan, tensors.plan.model, Role.CORE.named(prefix)
+    plan, model = tensors.plan, tensors.plan.model
     q, s, d, v = tensors.sequence, plan.batch.sequence, model.head_dim, model.value_head_dim
-    count = plan.batch.micro_size * tensors.owned(plan.leaf_sizes.heads, model.query_heads_per_group)
+    count = plan.batch.micro_size * tensors.held(Width(model.query_heads_per_group, "heads"))
     if d == v:
         gradients: Operations = (Product(layer, q, s, d, count), Product(layer, q, d, s, 3 * count))
     else:  # of the scores, of the values, of queries and keys
         gradients = (Product(layer, q, s, v, count), Product(layer, q, v, s, count), Product(layer, q, d, s, 2 * count))
     gather = _keys_and_values(tensors, layer, "all_gather")
-    return LayerWork(
+    return Op(
         layer,
-        Role.CORE,
+        operator.role,
         forward=(*gather, Product(layer, q, s, d, count), Product(layer, q, v, s, count)),
         input_gradient=(*gather, *gradients, *_keys_and_values(tensors, layer, "reduce_scatter")),
         weight_gradient=(),
@@ -83,7 +41,7 @@ def _keys_and_values(tensors: Tensors, layer: str, op: CollectiveOp) -> Operatio
     plan, model, cp = tensors.plan, tensors.plan.model, tensors.plan.layout.cp
     if cp == 1:
         return ()
-    own = tensors.tokens * tensors.owned(plan.leaf_sizes.heads, model.head_dim + model.value_head_dim)
+    own = tensors.tokens * tensors.held(Width(model.head_dim + model.value_head_dim, "heads"))
     if op == "all_gather" and plan.runtime.context_parallel == "ring":
         return (Collective(layer, "all_to_all", "cp", cp, own * tensors.element_bytes),) * (cp - 1)
     if op == "reduce_scatter" and sequences_are_cut(plan):

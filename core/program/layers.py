@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..base.reduction import cut
+from ..model.operators import (
+    Kind,
+    Operator,
+    embedding_operators,
+    head_operators,
+    layer_operators,
+    prediction_operators,
+)
 from ..model.parameters import layer_prefix, mtp_prefix
 from ..model.roles import Role
-from .attention import attention_work
-from .linear import column, whole
-from .mlp import mlp_work
+from .attention import attention_core
+from .experts import combine, dispatch
+from .linear import linear
 from .recompute import recomputed_runs, recomputes_all, with_recomputation
+from .router import router
 from .tensors import Tensors
-from .work import LayerWork
+from .work import Op
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -61,39 +71,39 @@ def _groups(plan: Plan, stage: int) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def group_work(plan: Plan, group: Group, tp_rank: int = 0) -> tuple[LayerWork, ...]:
+def group_ops(plan: Plan, group: Group, tp_rank: int = 0) -> tuple[Op, ...]:
     """The layers of the first part of a group, in forward order."""
     match group.kind:
         case "embedding":
-            return (embedding_work(plan, tp_rank),)
+            return embedding_ops(plan, tp_rank)
         case "head":
-            return head_work(plan, tp_rank)
+            return head_ops(plan, tp_rank)
         case "mtp":
-            return mtp_work(plan, group.layer, tp_rank)
+            return mtp_ops(plan, group.layer, tp_rank)
         case _:
-            return transformer_work(plan, group.layer, tp_rank)
+            return layer_ops(plan, group.layer, tp_rank)
 
 
-def stage_work(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
+def stage_ops(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[Op, ...]:
     """The layers of a stage in forward order."""
     tp_rank = _first_with_same_cut(plan, tp_rank)
-    key = ("stage_work", stage, tp_rank, cp_rank)
+    key = ("stage_ops", stage, tp_rank, cp_rank)
     if key not in plan.memo:
-        plan.memo[key] = _stage_work(plan, stage, tp_rank, cp_rank)
-    found: tuple[LayerWork, ...] = plan.memo[key]
+        plan.memo[key] = _stage_ops(plan, stage, tp_rank, cp_rank)
+    found: tuple[Op, ...] = plan.memo[key]
     return found
 
 
-def _stage_work(plan: Plan, stage: int, tp_rank: int, cp_rank: int) -> tuple[LayerWork, ...]:
+def _stage_ops(plan: Plan, stage: int, tp_rank: int, cp_rank: int) -> tuple[Op, ...]:
     content = plan.stages[stage]
-    works: list[LayerWork] = [embedding_work(plan, tp_rank)] if content.embedding else []
+    ops: list[Op] = list(embedding_ops(plan, tp_rank)) if content.embedding else []
     for layer in content.layers:
-        works += transformer_work(plan, layer, tp_rank, cp_rank)
+        ops += layer_ops(plan, layer, tp_rank, cp_rank)
     if content.head:
         for depth in range(plan.model.num_mtp_layers):
-            works += mtp_work(plan, depth, tp_rank, cp_rank)
-        works += head_work(plan, tp_rank)
-    return tuple(works)
+            ops += mtp_ops(plan, depth, tp_rank, cp_rank)
+        ops += head_ops(plan, tp_rank)
+    return tuple(ops)
 
 
 def _first_with_same_cut(plan: Plan, tp_rank: int) -> int:
@@ -117,47 +127,64 @@ def _share(plan: Plan, tp_rank: int) -> tuple[int, ...]:
     return (tokens, *(hi - lo for lo, hi in (*spans, cut(tokens * plan.model.hidden_size, tp, tp_rank))))
 
 
-def embedding_work(plan: Plan, tp_rank: int = 0, prefix: str = "") -> LayerWork:
-    """Token lookup: each rank brings the rows it owns, and the sum over ranks picks the one that is there. The gradient
-    of its rows needs all tokens."""
-    tensors, hidden, layer = Tensors(plan, tp_rank), plan.model.hidden_size, Role.TOKENS.named(prefix)
-    return LayerWork(
-        layer,
-        Role.TOKENS,
-        tensors.reduce(layer, None, hidden),
-        (*tensors.gather(layer, hidden), *tensors.gather_sequence(layer, hidden)),
-        (),
-    )
+def embedding_ops(plan: Plan, tp_rank: int = 0, prefix: str = "") -> tuple[Op, ...]:
+    """Token lookup, and that of positions."""
+    return _on_rank(Tensors(plan, tp_rank), embedding_operators(plan.model), prefix)
 
 
-def transformer_work(plan: Plan, layer: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
+def layer_ops(plan: Plan, layer: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[Op, ...]:
     """One transformer layer: attention, then a dense MLP or one with experts. Layers of one `Group`
     differ in their names only."""
-    tensors, prefix = Tensors(plan, tp_rank, cp_rank), layer_prefix(layer)
-    works = (*attention_work(tensors, prefix), *mlp_work(tensors, prefix, moe=plan.model.layer_is_moe(layer)))
-    return with_recomputation(tensors, layer, works)
+    tensors = Tensors(plan, tp_rank, cp_rank)
+    ops = _on_rank(tensors, layer_operators(plan.model, layer), layer_prefix(layer))
+    return with_recomputation(tensors, layer, ops)
 
 
-def mtp_work(plan: Plan, depth: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[LayerWork, ...]:
-    """One module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21-23): the
-    embedding of the next token joins the hidden state through a projection of both, then come a transformer layer
-    and the model's own output head.
-
-    The projection is held whole, each rank multiplying its own tokens.
-    """
-    hidden, prefix = plan.model.hidden_size, mtp_prefix(depth)
+def mtp_ops(plan: Plan, depth: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[Op, ...]:
+    """One module of multi-token prediction: the embedding of the next token joins the hidden state through a projection
+    of both, then come a transformer layer and the model's own output head."""
+    model, prefix = plan.model, mtp_prefix(depth)
     return (
-        embedding_work(plan, tp_rank, prefix),
-        whole(Tensors(plan, tp_rank), prefix, Role.PROJECTION, hidden, 2 * hidden),
-        *transformer_work(plan, plan.model.num_layers + depth, tp_rank, cp_rank),
-        *head_work(plan, tp_rank, prefix),
+        *embedding_ops(plan, tp_rank, prefix),
+        *_on_rank(Tensors(plan, tp_rank), prediction_operators(model), prefix),
+        *layer_ops(plan, model.num_layers + depth, tp_rank, cp_rank),
+        *head_ops(plan, tp_rank, prefix),
     )
 
 
-def head_work(plan: Plan, tp_rank: int = 0, prefix: str = "") -> tuple[LayerWork, ...]:
+def head_ops(plan: Plan, tp_rank: int = 0, prefix: str = "") -> tuple[Op, ...]:
     """Output product over the local vocabulary, and the cross-entropy over the cut one."""
-    tensors, vocab, loss = Tensors(plan, tp_rank), plan.leaf_sizes.vocab, Role.LOSS.named(prefix)
-    return (
-        column(tensors, prefix, Role.HEAD, vocab, 1),
-        LayerWork(loss, Role.LOSS, tensors.softmax(loss, vocab), (), ()),
-    )
+    return _on_rank(Tensors(plan, tp_rank), head_operators(plan.model), prefix)
+
+
+def _on_rank(tensors: Tensors, operators: Iterable[Operator], prefix: str) -> tuple[Op, ...]:
+    """What a rank does of operators, those left out that neither multiply nor send."""
+    ops = (_op(tensors, operator, operator.role.named(prefix)) for operator in operators)
+    return tuple(op for op in ops if op is not None)
+
+
+def _op(tensors: Tensors, operator: Operator, layer: str) -> Op | None:
+    match operator.kind:
+        case Kind.LINEAR:
+            return (router if operator.role is Role.ROUTER else linear)(tensors, operator, layer)
+        case Kind.ATTEND:
+            return attention_core(tensors, operator, layer)
+        case Kind.DISPATCH:
+            return dispatch(tensors, operator, layer)
+        case Kind.COMBINE:
+            return combine(tensors, operator, layer)
+        case Kind.LOOK_UP if operator.axis is not None:
+            return _token_lookup(tensors, operator, layer)
+        case Kind.CROSS_ENTROPY:
+            assert operator.axis is not None
+            return Op(layer, operator.role, tensors.softmax(layer, tensors.leaves(operator.axis)), (), ())
+        case _:
+            return None
+
+
+def _token_lookup(tensors: Tensors, operator: Operator, layer: str) -> Op:
+    """Each rank brings the rows it owns, and the sum over ranks picks the one that is there. The gradient of its rows
+    needs all tokens."""
+    hidden = operator.makes.size
+    gathers = (*tensors.gather(layer, hidden), *tensors.gather_sequence(layer, hidden))
+    return Op(layer, operator.role, tensors.reduce(layer, None, hidden), gathers, ())

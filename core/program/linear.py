@@ -1,80 +1,86 @@
-"""Linear layers: cut by output features, cut by input features, or held whole."""
+"""Linear operators on one rank: cut by output features, cut by input features, held whole, or of experts."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from ..layout.leaves import Leaves
-from ..model.roles import Role
+from ..model.operators import Operator, Width
 from .tensors import Tensors
-from .work import LayerWork, Operations, Product
+from .work import Op, Operations, Product
 
 
-def column(
-    tensors: Tensors,
-    prefix: str,
-    role: Role,
-    leaves: Leaves,
-    unit: int,
-    *,
-    in_features: int | None = None,
-    num_shared: int = 0,
-) -> LayerWork:
+def linear(tensors: Tensors, operator: Operator, layer: str, *, input_dtype: Literal["fp32"] | None = None) -> Op:
+    """What a linear operator computes and sends; `input_dtype` is given where its input is not in the precision of its
+    product."""
+    if operator.experts:
+        return _of_experts(tensors, operator, layer)
+    if operator.axis is None:
+        return _whole(tensors, operator, layer, input_dtype)
+    return (_row if operator.cuts_input else _column)(tensors, operator, layer)
+
+
+def _column(tensors: Tensors, operator: Operator, layer: str) -> Op:
     """Output features cut. The input gradient sums over them, hence over ranks; tokens gathered for the forward are
-    gathered again for the weight gradient rather than kept (Korthikanti et al. 2022, section 4.2.2).
-
-    `in_features` is the hidden size unless given; `num_shared` more features of each token are gathered with
-    the input and its gradient.
-    """
-    k = tensors.plan.model.hidden_size if in_features is None else in_features
-    layer, m, n = role.named(prefix), tensors.tokens, tensors.owned(leaves, unit)
-    return LayerWork(
+    gathered again for the weight gradient rather than kept (Korthikanti et al. 2022, section 4.2.2)."""
+    assert operator.axis is not None
+    m, n, k, carried = tensors.tokens, tensors.held(operator.makes), operator.takes.size, operator.carries
+    leaves = tensors.leaves(operator.axis)
+    return Op(
         layer,
-        role,
-        forward=(*tensors.gather(layer, k + num_shared), Product(layer, m, n, k)),
-        input_gradient=(Product(layer, m, k, n), *tensors.reduce(layer, leaves, k + num_shared)),
+        operator.role,
+        forward=(*tensors.gather(layer, k + carried), Product(layer, m, n, k)),
+        input_gradient=(Product(layer, m, k, n), *tensors.reduce(layer, leaves, k + carried)),
         weight_gradient=(*tensors.gather(layer, k), Product(layer, n, k, m)),
     )
 
 
-def row(tensors: Tensors, prefix: str, role: Role, leaves: Leaves, unit: int) -> LayerWork:
+def _row(tensors: Tensors, operator: Operator, layer: str) -> Op:
     """Input features cut: the forward sums over them, hence over ranks."""
-    layer = role.named(prefix)
-    m, n, k = tensors.tokens, tensors.plan.model.hidden_size, tensors.owned(leaves, unit)
-    return LayerWork(
+    assert operator.axis is not None
+    m, n, k = tensors.tokens, operator.makes.size, tensors.held(operator.takes)
+    return Op(
         layer,
-        role,
-        forward=(Product(layer, m, n, k), *tensors.reduce(layer, leaves, n)),
+        operator.role,
+        forward=(Product(layer, m, n, k), *tensors.reduce(layer, tensors.leaves(operator.axis), n)),
         input_gradient=(*tensors.gather(layer, n), Product(layer, m, k, n)),
         weight_gradient=(Product(layer, k, n, m),),
     )
 
 
-def whole(
-    tensors: Tensors,
-    prefix: str,
-    role: Role,
-    out_features: int,
-    in_features: int,
-    *,
-    dtype: Literal["fp32"] | None = None,
-    input_dtype: Literal["fp32"] | None = None,
-) -> LayerWork:
-    """Nothing cut: every rank multiplies the tokens it holds. `dtype` is given where that is not done in the plan's
-    precision, `input_dtype` where the input itself is not in it.
+def _whole(tensors: Tensors, operator: Operator, layer: str, input_dtype: Literal["fp32"] | None) -> Op:
+    """Nothing cut: every rank multiplies the tokens it holds.
 
     Under sequence parallelism fast numerics leave the gradient to REDUCE_GRAD; exact ones gather the tokens of both
     factors, and every rank computes the whole of it: the blocks of tokens it is made of are longer than those between
     which sequence parallelism cuts.
     """
-    layer, m, n, k = role.named(prefix), tensors.own_tokens, out_features, in_features
+    m, n, k = tensors.own_tokens, operator.makes.size, operator.takes.size
+    dtype: Literal["fp32"] | None = "fp32" if operator.fp32 else None
     gathered: Operations = ()
     if tensors.plan.numerics.mode == "exact":
         gathered = (*tensors.gather(layer, n, dtype), *tensors.gather(layer, k, input_dtype))
-    return LayerWork(
+    return Op(
         layer,
-        role,
+        operator.role,
         forward=(Product(layer, m, n, k, dtype=dtype),),
         input_gradient=(Product(layer, m, k, n, dtype=dtype),),
         weight_gradient=(*gathered, Product(layer, n, k, tensors.tokens if gathered else m, dtype=dtype)),
     )
+
+
+def _of_experts(tensors: Tensors, operator: Operator, layer: str) -> Op:
+    """One product per local expert, in one kernel, every expert with an equal share of the tokens. Weight gradients
+    have the cut features first."""
+    model, layout = tensors.plan.model, tensors.plan.layout
+    count = model.num_experts // layout.ep
+    m = -(-tensors.tokens * model.experts_per_token * layout.expert_tp // (tensors.tp * count))
+
+    def held(width: Width) -> int:
+        return tensors.held(width, layout.expert_tp)
+
+    def product(m: int, n: int, k: int) -> Operations:
+        return (Product(layer, m, n, k, count, grouped=True),)
+
+    n, k = held(operator.makes), held(operator.takes)
+    rows, columns = (k, n) if operator.cuts_input else (n, k)
+    return Op(layer, operator.role, product(m, n, k), product(m, k, n), product(rows, columns, m))

@@ -10,7 +10,7 @@ from ..base.reduction import cut
 from ..model.parameters import layer_prefix
 from ..model.roles import Role
 from .tensors import Tensors
-from .work import LayerWork
+from .work import Op
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -31,6 +31,11 @@ _REPEATED = {
 def recomputed_modules(plan: Plan) -> frozenset[str]:
     """The modules that selective recomputation repeats; none in the other modes."""
     return frozenset(plan.recompute.modules) if plan.recompute.mode == "selective" else frozenset()
+
+
+def repeated_roles(plan: Plan) -> frozenset[Role]:
+    """The operators that multiply or send which selective recomputation repeats."""
+    return frozenset(role for module in recomputed_modules(plan) for role in _REPEATED.get(module, ()))
 
 
 def recomputed_runs(plan: Plan, first: int, last: int) -> tuple[tuple[int, int], ...]:
@@ -64,22 +69,22 @@ def recomputes_whole(plan: Plan, layer: int) -> bool:
     return any(lo <= layer < hi for lo, hi in recomputed_runs(plan, stage.first_layer, stage.last_layer))
 
 
-def with_recomputation(tensors: Tensors, layer: int, works: tuple[LayerWork, ...]) -> tuple[LayerWork, ...]:
+def with_recomputation(tensors: Tensors, layer: int, ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """The parts of a layer, each with the operations that the plan repeats of it."""
     plan = tensors.plan
     if recomputes_whole(plan, layer):
-        repeated = tuple(replace(work, recomputed=work.forward) for work in works)
+        repeated = tuple(replace(op, recomputed=op.forward) for op in ops)
         return (*_input_again(tensors, layer_prefix(layer)), *repeated) if plan.recompute.distribute else repeated
     if plan.recompute.mode != "selective":
-        return works
-    roles = {role for module in plan.recompute.modules for role in _REPEATED.get(module, ())}
-    return tuple(replace(work, recomputed=work.forward) if work.role in roles else work for work in works)
+        return ops
+    roles = repeated_roles(plan)
+    return tuple(replace(op, recomputed=op.forward) if op.role in roles else op for op in ops)
 
 
-def _input_again(tensors: Tensors, layer: str) -> tuple[LayerWork, ...]:
+def _input_again(tensors: Tensors, layer: str) -> tuple[Op, ...]:
     """A layer's input from the even parts of it that tensor-parallel ranks keep."""
     if tensors.tp == 1:
         return ()
     lo, hi = cut(tensors.own_tokens * tensors.plan.model.hidden_size, tensors.tp, tensors.tp_rank)
     gather = tensors.tp_collective(layer, "all_gather", (hi - lo) * tensors.element_bytes * (tensors.tp - 1))
-    return (LayerWork(layer, Role.INPUT, (), (), (), recomputed=(gather,)),)
+    return (Op(layer, Role.INPUT, (), (), (), recomputed=(gather,)),)

@@ -3,26 +3,25 @@ about the tokens' choices."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
 
-from ..model.roles import Role
-from .linear import whole
+from ..model.operators import Operator
+from .linear import linear
 from .tensors import Tensors
-from .work import Collective, LayerWork, Operations
+from .work import Collective, Op, Operations
 
 INTEGER_BYTES = 4
 """An expert, a place in the sequence, or a sequence's count of tokens."""
 
 
-def router_work(tensors: Tensors, prefix: str) -> LayerWork:
+def router(tensors: Tensors, operator: Operator, layer: str) -> Op:
     """Scores of every expert for a rank's own tokens, in fp32 (Fedus et al. 2022, Switch Transformers, section 2.4).
 
     The auxiliary loss counts the choices of whole sequences, and a capacity compares them: where sequences are cut,
     ranks exchange counts, or every token's experts with their weights and its place.
     """
-    plan, model, layer = tensors.plan, tensors.plan.model, Role.ROUTER.named(prefix)
-    jittered: Literal["fp32"] | None = "fp32" if plan.train.router_jitter else None
-    work = whole(tensors, prefix, Role.ROUTER, model.num_experts, model.hidden_size, dtype="fp32", input_dtype=jittered)
+    plan, model = tensors.plan, tensors.plan.model
+    op = linear(tensors, operator, layer, input_dtype="fp32" if plan.train.router_jitter else None)
     exchanged: Operations = ()
     if plan.train.router_aux_loss:
         counts = plan.batch.micro_size * model.num_experts * INTEGER_BYTES
@@ -30,7 +29,7 @@ def router_work(tensors: Tensors, prefix: str) -> LayerWork:
     if model.expert_capacity_factor is not None:
         numbers = (2 * model.experts_per_token + 1) * INTEGER_BYTES
         exchanged += _over_sequence(tensors, layer, tensors.own_tokens * numbers, tensors.tokens * numbers)
-    return LayerWork(layer, Role.ROUTER, (*work.forward, *exchanged), work.input_gradient, work.weight_gradient)
+    return replace(op, forward=(*op.forward, *exchanged))
 
 
 def _over_sequence(tensors: Tensors, layer: str, own_bytes: int, part_bytes: int) -> Operations:

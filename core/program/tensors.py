@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from ..base.reduction import cut, maximal_nodes
 from ..layout.chunks import Chunks
 from ..layout.leaves import Leaves
+from ..model.operators import Feature, Width
 from .work import PARTIAL_BYTES, Collective, CollectiveOp, Operations, activation_bytes, scattered_bytes
 
 if TYPE_CHECKING:
@@ -59,10 +60,18 @@ class Tensors:
         """Bytes per element of a hidden state."""
         return activation_bytes(self.plan.precision.dtype)
 
-    def owned(self, leaves: Leaves, unit: int) -> int:
-        """Features of a cut dimension that this rank holds."""
-        lo, hi = leaves.owned_items(self.tp, self.tp_rank)
-        return (hi - lo) * unit
+    def leaves(self, axis: Feature) -> Leaves:
+        """The leaves of a feature axis."""
+        return self.plan.leaf_sizes.feature(axis)
+
+    def held(self, width: Width, degree: int | None = None) -> int:
+        """Numbers of a token that this rank holds of a width, which `degree` ranks cut, by default those of tensor
+        parallelism."""
+        if width.axis is None:
+            return width.size
+        degree = self.tp if degree is None else degree
+        lo, hi = self.leaves(width.axis).owned_items(degree, self.tp_rank % degree)
+        return (hi - lo) * width.unit
 
     def num_nodes(self, leaves: Leaves) -> int:
         """Partial sums this rank ships for a sum over `leaves`."""

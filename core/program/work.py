@@ -77,7 +77,7 @@ Operations = tuple[Operation, ...]
 
 
 @dataclass(frozen=True)
-class LayerWork:
+class Op:
     """What one layer computes and sends for one microbatch on one rank.
 
     `recomputed` are the operations that the plan's recompute mode repeats before the input gradient.

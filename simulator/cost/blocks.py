@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...core.plan.plan import Plan
-from ...core.program import Collective, LayerWork, Message, Operation, Product, Role
+from ...core.program import Collective, Message, Op, Operation, Product, Role
 from ..compute.compute import (
     AttentionShape,
     attention_kernels,
@@ -109,7 +109,7 @@ class BlockPricer:
     collective_s: Callable[[Collective], float]
     sums_gradients: bool = True
 
-    def block(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic], *, recomputes_all: bool) -> Block:
+    def block(self, works: tuple[Op, ...], pieces: Mapping[str, Traffic], *, recomputes_all: bool) -> Block:
         """The price of a block from the work of its layers and its memory-bound pieces."""
         total = sum(pieces.values(), Traffic())
         forward = self._elementwise(total.forward_bytes, total.forward_kernels)
@@ -128,19 +128,19 @@ class BlockPricer:
         again = again.recomputed()
         return Block(forward, backward + again, weight, both + again)
 
-    def _whole_again(self, works: tuple[LayerWork, ...], total: Traffic) -> Part:
+    def _whole_again(self, works: tuple[Op, ...], total: Traffic) -> Part:
         """A whole layer computed a second time, and what brings back its input, which its
         forward does not do itself."""
         return self._elementwise(total.forward_bytes, total.forward_kernels) + self._operations_again(works)
 
-    def _operations_again(self, works: tuple[LayerWork, ...]) -> Part:
+    def _operations_again(self, works: tuple[Op, ...]) -> Part:
         """The operations that a plan has computed a second time, as far as a stack does."""
         needed = (
             work for work in works if not (self.profile.recomputation_stops_early and work.role is MAKES_NO_OPERAND)
         )
         return sum((self._forward(work.recomputed, work.role) for work in needed), Part())
 
-    def _recomputed(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic]) -> Part:
+    def _recomputed(self, works: tuple[Op, ...], pieces: Mapping[str, Traffic]) -> Part:
         """What is computed a second time when some modules only are, or some operations."""
         recompute = self.plan.recompute
         if recompute.mode == "selective" and self.profile.selective_operators and "residual" in pieces:
@@ -152,7 +152,7 @@ class BlockPricer:
                     again += self._elementwise(pieces[name].forward_bytes, pieces[name].forward_kernels)
         return again
 
-    def _operators_again(self, works: tuple[LayerWork, ...], pieces: Mapping[str, Traffic]) -> Part:
+    def _operators_again(self, works: tuple[Op, ...], pieces: Mapping[str, Traffic]) -> Part:
         """All kernels that are no products, every second product, and the attention core where the plan names it."""
         total, again = sum(pieces.values(), Traffic()), Part()
         for role, found in second_products(self.plan.model, works):
@@ -169,7 +169,7 @@ class BlockPricer:
             return self._chunked(found, role, of="forward")
         return self._parts(found, role, of="forward")
 
-    def _chain(self, work: LayerWork) -> Part:
+    def _chain(self, work: Op) -> Part:
         """The whole backward of one layer. What precedes the weight gradient's product overlaps with the input
         gradient's, and what follows that with the weight gradient's (Korthikanti et al. 2022, section 4.2.2;
         Megatron's asynchronous linear layer)."""
@@ -271,7 +271,7 @@ class BlockPricer:
             return replace(operation, sent_bytes=operation.sent_bytes // 2)
         return operation
 
-    def _gradient_sum(self, work: LayerWork) -> Part:
+    def _gradient_sum(self, work: Op) -> Part:
         """The sum over microbatches of a layer's weight gradients, where the products do not make it themselves."""
         if self.profile.fused_gradients or not self.sums_gradients:
             return Part()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...core.plan.plan import Plan
-from ...core.program import Collective, LayerWork, Operation, Operations, Product
+from ...core.program import Collective, Op, Operation, Operations, Product
 from .traffic import Traffic
 
 EXPERT_AXES = ("ep", "etp")
@@ -98,7 +98,7 @@ def _group_tokens(plan: Plan) -> int:
     return own * gathered * layout.ep
 
 
-def loaded_work(works: tuple[LayerWork, ...], load: float) -> tuple[LayerWork, ...]:
+def loaded_work(works: tuple[Op, ...], load: float) -> tuple[Op, ...]:
     """The work of a rank whose experts are sent `load` times the average number of tokens."""
     if load == 1:
         return works

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from ...core.model.model import ModelSpec
+from ...core.model.operators import Operator, head_operators, layer_operators, prediction_operators
+from ...core.model.roles import Role
 from ...core.plan.plan import Plan
-from ...core.program import recomputed_modules, recomputed_runs, recomputes_all
+from ...core.program import recomputed_runs, recomputes_all, repeated_roles
 from ..stack.profiles import PROFILES
+from ..stack.projections import second_weights
 
 
 @dataclass(frozen=True)
@@ -30,9 +35,9 @@ def step_flops(plan: Plan) -> StepFlops:
     model, tokens = plan.model, plan.batch.global_size * plan.batch.sequence
     core = core_flops_per_token(model, plan.batch.sequence) * (model.num_layers + model.num_mtp_layers)
     linear = sum(layer_flops_per_token(model, layer) * count for layer, count in _layer_counts(model))
-    head = 2 * model.hidden_size * model.vocab_size * (1 + model.num_mtp_layers)
-    projections = 4 * model.hidden_size**2 * model.num_mtp_layers
-    needed = 3.0 * tokens * (linear + core + head + projections)
+    heads = flops_per_token(model, head_operators(model)) * (1 + model.num_mtp_layers)
+    projections = flops_per_token(model, prediction_operators(model)) * model.num_mtp_layers
+    needed = 3.0 * tokens * (linear + core + heads + projections)
     return StepFlops(
         model=needed,
         model_causal=needed - 1.5 * tokens * core,
@@ -40,9 +45,17 @@ def step_flops(plan: Plan) -> StepFlops:
     )
 
 
+def flops_per_token(model: ModelSpec, operators: Iterable[Operator]) -> int:
+    """Forward FLOPs of linear operators for one token: twice the matrix elements that the token meets, of experts those
+    that it takes."""
+    return sum(
+        2 * operator.num_weights * (model.experts_per_token if operator.experts else 1) for operator in operators
+    )
+
+
 def layer_flops_per_token(model: ModelSpec, layer: int = 0) -> int:
-    """Forward FLOPs of one layer's linear products for one token: twice the matrix elements that the token meets."""
-    return 2 * (attention_elements(model) + mlp_elements(model, layer))
+    """Those of one layer."""
+    return flops_per_token(model, layer_operators(model, layer))
 
 
 def core_flops_per_token(model: ModelSpec, sequence: int) -> int:
@@ -50,38 +63,12 @@ def core_flops_per_token(model: ModelSpec, sequence: int) -> int:
     return 2 * sequence * model.num_heads * (model.head_dim + model.value_head_dim)
 
 
-def attention_elements(model: ModelSpec) -> int:
-    """Matrix elements of the linear layers of one attention."""
-    hidden, heads = model.hidden_size, model.num_heads
-    output = heads * model.value_head_dim * hidden
-    if not model.is_mla:
-        return hidden * (heads + 2 * model.num_kv_heads) * model.head_dim + output
-    down = hidden * (model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim)
-    queries = 0 if model.q_lora_rank else hidden * heads * model.head_dim
-    return down + queries + _latent_up_elements(model) + output
-
-
-def mlp_elements(model: ModelSpec, layer: int) -> int:
-    """Matrix elements that a token meets in the MLP of a layer: a dense one, or router, its
-    experts and the shared ones."""
-    products = 3 if model.gated else 2
-    if not model.layer_is_moe(layer):
-        return products * model.hidden_size * model.ffn_hidden_size
-    width = model.experts_per_token * model.expert_width + model.shared_expert_width
-    return model.hidden_size * (products * width + model.num_experts)
-
-
-def _latent_up_elements(model: ModelSpec) -> int:
-    """Up-projections from the vectors of low rank."""
-    queries = model.q_lora_rank * model.head_dim
-    return model.num_heads * (queries + model.kv_lora_rank * (model.qk_nope_head_dim + model.v_head_dim))
-
-
-def _layer_counts(model: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """(a layer, how many are like it): dense layers, then those with experts, multi-token prediction included."""
+def _layer_counts(model: ModelSpec) -> Iterator[tuple[int, int]]:
+    """(a layer, how many that follow are like it), multi-token prediction included."""
     last = model.num_layers + model.num_mtp_layers
-    dense = model.first_dense_layers if model.is_moe else last
-    return tuple((layer, count) for layer, count in ((0, dense), (dense, last - dense)) if count)
+    for _, run in groupby(range(last), lambda layer: layer_operators(model, layer)):
+        first, *others = run
+        yield first, 1 + len(others)
 
 
 def _recomputed_per_token(plan: Plan) -> int:
@@ -93,36 +80,13 @@ def _recomputed_per_token(plan: Plan) -> int:
             return sum((layer_flops_per_token(model, layer) + core) * count for layer, count in _layer_counts(model))
         runs = [run for stage in plan.stages for run in recomputed_runs(plan, stage.first_layer, stage.last_layer)]
         return sum(layer_flops_per_token(model, layer) + core for lo, hi in runs for layer in range(lo, hi))
-    modules, layers = recomputed_modules(plan), model.num_layers + model.num_mtp_layers
-    total = layers * core if "core_attn" in modules else 0
-    if plan.recompute.mode == "selective" and PROFILES[plan.runtime.profile].selective_operators:
-        return total + sum(count * 2 * _second_elements(model, layer) for layer, count in _layer_counts(model))
-    if "mla_up_proj" in modules:
-        total += layers * 2 * _latent_up_elements(model)
+    repeated, layers = repeated_roles(plan), model.num_layers + model.num_mtp_layers
+    total = layers * core if Role.CORE in repeated else 0
+    every_second = plan.recompute.mode == "selective" and PROFILES[plan.runtime.profile].selective_operators
     for layer, count in _layer_counts(model):
-        moe = model.layer_is_moe(layer)
-        if ("moe" if moe else "mlp") in modules:
-            total += count * 2 * mlp_elements(model, layer)
-        elif moe and "shared_experts" in modules:
-            total += count * 2 * (3 if model.gated else 2) * model.hidden_size * model.shared_expert_width
+        if every_second:
+            total += count * 2 * second_weights(model, layer_operators(model, layer))
+        else:
+            again = (operator for operator in layer_operators(model, layer) if operator.role in repeated)
+            total += count * flops_per_token(model, again)
     return total
-
-
-def _second_elements(model: ModelSpec, layer: int) -> int:
-    """Matrix elements of every second product of a layer in the order of the forward, without the last
-    (`projections.second_products`)."""
-    hidden, heads, rotary = model.hidden_size, model.num_heads, model.qk_rope_head_dim
-    queries, keys = hidden * heads * model.head_dim, hidden * model.num_kv_heads * model.head_dim
-    found = [queries, keys, keys]
-    if model.is_mla:
-        low = (
-            [hidden * model.q_lora_rank, model.q_lora_rank * heads * model.head_dim] if model.q_lora_rank else [queries]
-        )
-        up = model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
-        found = [*low, hidden * (model.kv_lora_rank + rotary), up]
-    found.append(heads * model.value_head_dim * hidden)
-    unit = hidden * (
-        model.experts_per_token * model.expert_width if model.layer_is_moe(layer) else model.ffn_hidden_size
-    )
-    gates = [2 * unit] if model.layer_is_moe(layer) and model.gated else [unit] * (2 if model.gated else 1)
-    return sum([*found, *gates][1::2])

@@ -16,7 +16,7 @@ from ...core.layout.stage_parameters import stage_parameters
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import Parameter
 from ...core.plan.plan import Plan
-from ...core.program import Collective, Group, LayerWork, Operation, Product, Role, group_work
+from ...core.program import Collective, Group, Op, Operation, Product, Role, group_ops
 from ..compute.host_kernels import Variant, attention_head_s, host_product_s, kernel_s
 from ..engine.seconds import NOTHING, Seconds
 from .blocks import COMPONENT_OF_AXIS, Block, Part
@@ -59,7 +59,7 @@ def rate_share(plan: Plan) -> float:
 def host_block(plan: Plan, group: Group, collective_s: Callable[[Collective], float]) -> Block:
     """The price of one part of a stage for one microbatch."""
     pricer = _HostPricer(plan, collective_s)
-    works = group_work(plan, group)
+    works = group_ops(plan, group)
     tokens = pricer.tokens
     if group.kind == "dense":
         layer = f"layer_{'gated' if plan.model.gated else 'plain'}"
@@ -146,7 +146,7 @@ class _HostPricer:
             calls += count
         return Part(Seconds(compute=total_s / rate_share(self.plan)), round(calls))
 
-    def part(self, work: LayerWork, of: str) -> Part:
+    def part(self, work: Op, of: str) -> Part:
         """Products and collectives of one layer in a pass, with the sum over microbatches of its weight gradient."""
         if work.role is Role.CORE:
             return NOTHING_PART

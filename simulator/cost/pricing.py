@@ -18,7 +18,7 @@ from ...core.program import (
     Group,
     copies_axis,
     finish_sequences,
-    group_work,
+    group_ops,
     num_shards,
     operations,
     rank_stages,
@@ -283,7 +283,7 @@ class Pricing(CommunicationPricing):
         if self._is_host:
             return host_block(plan, group, lambda operation: self._collective_s(operation, place))
         pricer = BlockPricer(plan, self.profile, lambda operation: self._collective_s(operation, place), sums_gradients)
-        works, pieces = group_work(plan, group), group_traffic(plan, self.profile, group)
+        works, pieces = group_ops(plan, group), group_traffic(plan, self.profile, group)
         works, pieces = loaded_work(works, self._expert_load), loaded_traffic(pieces, self._expert_load)
         return pricer.block(works, pieces, recomputes_all=group.recomputed)
 

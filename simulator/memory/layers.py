@@ -20,21 +20,28 @@ output and mask: 5as^2b bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
+from ...core.model.operators import Kind, Operator
+from ...core.model.roles import Role
 from ...core.plan.plan import Plan
 from .tape import Node
 from .tensors import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, LayerTensors, rotary_table_bytes
 
 
-def layer_nodes(tensors: LayerTensors, *, moe: bool) -> tuple[Node, ...]:
+def layer_nodes(tensors: LayerTensors, operators: tuple[Operator, ...]) -> tuple[Node, ...]:
     """One transformer layer in forward order, with the plan's selective recomputation."""
-    attention = _latent_attention(tensors) if tensors.plan.model.is_mla else _attention(tensors)
-    nodes = (*attention, *(_experts(tensors) if moe else _mlp(tensors)))
+    by_role = {operator.role: operator for operator in operators}
+    middle = operators.index(by_role[Role.MLP_NORM])
+    nodes = (
+        *_attention(tensors, operators[:middle]),
+        *(_experts if Role.ROUTER in by_role else _mlp)(tensors, by_role),
+    )
     recompute = tensors.plan.recompute
     if recompute.mode == "selective" and tensors.profile.selective_operators:
-        return tuple(_operators_retained(tensors, nodes))
+        return tuple(_operators_retained(tensors, nodes, by_role))
     return tuple(_selective(nodes, recompute.modules if recompute.mode == "selective" else ()))
 
 
@@ -64,11 +71,13 @@ def _selective(nodes: tuple[Node, ...], modules: tuple[str, ...]) -> Iterator[No
             yield node
 
 
-def _operators_retained(tensors: LayerTensors, nodes: tuple[Node, ...]) -> Iterator[Node]:
+def _operators_retained(
+    tensors: LayerTensors, nodes: tuple[Node, ...], by_role: Mapping[Role, Operator]
+) -> Iterator[Node]:
     """A layer that keeps its input, every second product's output (query, value, gate, down) and, unless the
     plan names the core among what is recomputed, the attention core's, and computes the rest again from them
     when its backward starts."""
-    units = tensors.tokens * tensors.ffn * tensors.element
+    gate, experts = by_role.get(Role.ACTIVATION), by_role.get(Role.EXPERTS_ACTIVATION)
     core = (
         0
         if "core_attn" in tensors.plan.recompute.modules
@@ -77,9 +86,9 @@ def _operators_retained(tensors: LayerTensors, nodes: tuple[Node, ...]) -> Itera
     retained = {
         nodes[0].name: tensors.hidden,
         "attention.core": tensors.queries + tensors.values + core,
-        "mlp.activation": units,
+        "mlp.activation": tensors.tokens * tensors.held(gate.makes) * tensors.element if gate else 0,
         "mlp.down": tensors.hidden,
-        "experts.up": tensors.routed_tokens * tensors.expert_ffn * tensors.element if tensors.plan.model.is_moe else 0,
+        "experts.up": tensors.routed_tokens * tensors.held(experts.makes) * tensors.element if experts else 0,
         "experts.down": tensors.hidden,
     }
     for node in nodes:
@@ -170,22 +179,65 @@ def _is_plain_loss(plan: Plan) -> bool:
     return plan.numerics.mode == "fast" and plan.layout.tp == 1 and not has_choice
 
 
-def _attention(tensors: LayerTensors) -> Iterator[Node]:
-    """Norm and qkv product, split and rotation, attention core, output product."""
-    hidden, mixed, eager = tensors.hidden, tensors.queries + tensors.keys + tensors.values, tensors.profile.eager
-    yield _norm_linear(tensors, "attention.qkv", hidden, tensors.normalised, mixed, module="norm")
-    rotates = tensors.plan.model.position == "rope"
+def _attention(tensors: LayerTensors, operators: Sequence[Operator]) -> Iterator[Node]:
+    """Norms and products up to queries, keys and values, split and rotation, attention core, output product.
+
+    A norm and the one product that takes its result are a node; where several do, as the down-projections of latent
+    attention, the norm has its own, and those that are held whole share one.
+    """
+    hidden, e, heads = tensors.hidden, tensors.element, 0
+    down = tensors.own_tokens * e * sum(each.makes.size for each in operators if _is_linear(each) and not each.axis)
+    if down:
+        yield Node("attention.norm", hidden + tensors.statistics, hidden, hidden)
+        yield Node(
+            "attention.down",
+            tensors.normalised,
+            hidden,
+            hidden,
+            forward_bytes=down,
+            backward_bytes=hidden,
+            drops=(("norm", tensors.normalised),),
+            weight_input_bytes=tensors.normalised,
+            weight_gradient_bytes=down,
+        )
+    products = [(norm, each) for norm, each in pairwise(operators) if _is_linear(each) and each.makes.axis]
+    for norm, product in products:
+        before, heads = heads, tensors.tokens * tensors.held(product.makes) * e
+        # the backward of what comes later has left its gradients
+        waiting = hidden + (before if product is products[-1][1] else down)
+        if down and norm.role is Role.ATTENTION_NORM:
+            yield Node(product.role.value, 0, hidden, hidden, backward_bytes=hidden, weight_gradient_bytes=heads)
+            continue
+        yield _norm_linear(
+            tensors,
+            product.role.value,
+            tensors.own_tokens * (product.takes.size + product.carries) * e,
+            tensors.own_tokens * product.takes.size * tensors.operand,
+            heads,
+            module="norm" if norm.role is Role.ATTENTION_NORM else "mla_up_proj",
+            transient=waiting,
+        )
+    mixed = tensors.queries + tensors.keys + tensors.values
+    if down:
+        yield Node("attention.rotary", 0, heads, hidden + tensors.queries, forward_bytes=heads)
+        yield from _core(tensors, mixed, up=mixed)
+        return
+    rotates, eager = tensors.plan.model.position == "rope", tensors.profile.eager
     makes_tables = rotates and eager and (tensors.plan.train.packed or not tensors.profile.stores_tables)
     tables = rotary_table_bytes(tensors.plan) if makes_tables else 0
     rotated = tensors.queries + tensors.keys if rotates else 0
     yield Node("attention.rotary", tables, mixed, hidden, forward_bytes=mixed + rotated)
     # keys and values repeated for every query head
-    retained = tensors.queries * 3 if eager and not tensors.attends_by_blocks else mixed
-    yield from _core(tensors, retained)
+    yield from _core(tensors, tensors.queries * 3 if eager and not tensors.attends_by_blocks else mixed)
 
 
-def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
-    """The attention core, which keeps its operands, and the output product, whose input is the core's output."""
+def _is_linear(operator: Operator) -> bool:
+    return operator.kind is Kind.LINEAR
+
+
+def _core(tensors: LayerTensors, mixed: int, *, up: int = 0) -> Iterator[Node]:
+    """The attention core, which keeps its operands, and the output product, whose input is the core's output. `up` of
+    the operands come from up-projections of low-rank vectors."""
     hidden, attended = tensors.hidden, tensors.attended
     scores = tensors.tokens * tensors.plan.batch.sequence * tensors.heads
     if tensors.profile.fused_attention:
@@ -208,7 +260,7 @@ def _core(tensors: LayerTensors, mixed: int) -> Iterator[Node]:
         hidden,
         forward_bytes=work[0],
         backward_bytes=work[1],
-        drops=(("core_attn", dropped + copied), ("mla_up_proj", mixed if tensors.plan.model.is_mla else 0)),
+        drops=(("core_attn", dropped + copied), ("mla_up_proj", up)),
     )
     mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout else 0
     yield Node(  # the gradient that comes from the MLP is that of the residual
@@ -234,62 +286,6 @@ def _kernel_sums(tensors: LayerTensors) -> int:
     return STATISTIC_BYTES * tensors.tokens * tensors.heads * (2 * model.head_dim + model.value_head_dim)
 
 
-def _latent_attention(tensors: LayerTensors) -> Iterator[Node]:
-    """Multi-head latent attention: down to two low-rank vectors, norms, up to heads, core, output product."""
-    model, hidden, own = tensors.plan.model, tensors.hidden, tensors.own_tokens
-    low_q, low_kv = own * model.q_lora_rank, own * model.kv_lora_rank
-    rope = own * model.qk_rope_head_dim
-    e = tensors.element
-    keys_values = tensors.tokens * tensors.heads * (model.qk_nope_head_dim + model.v_head_dim) * e
-    keys = tensors.tokens * tensors.heads * model.head_dim * e
-    mixed = tensors.queries + keys + tensors.values
-    down = (low_q + low_kv + rope) * e
-    yield Node("attention.norm", hidden + tensors.statistics, hidden, hidden)
-    yield Node(
-        "attention.down",
-        tensors.normalised,
-        hidden,
-        hidden,
-        forward_bytes=down,
-        backward_bytes=hidden,
-        drops=(("norm", tensors.normalised),),
-        weight_input_bytes=tensors.normalised,
-        weight_gradient_bytes=down,
-    )
-    if model.q_lora_rank:
-        yield _norm_linear(
-            tensors,
-            "attention.q_up",
-            low_q * e,
-            low_q * tensors.operand,
-            tensors.queries,
-            module="mla_up_proj",
-            transient=hidden + down,
-        )
-    else:
-        yield Node(
-            "attention.q",
-            0,
-            hidden,
-            hidden,
-            backward_bytes=hidden,
-            weight_input_bytes=0,
-            weight_gradient_bytes=tensors.queries,
-        )
-    latent, normal = (low_kv + rope) * e, low_kv * tensors.operand
-    yield _norm_linear(
-        tensors,
-        "attention.kv_up",
-        latent,
-        normal,
-        keys_values,
-        module="mla_up_proj",
-        transient=hidden + tensors.queries,
-    )
-    yield Node("attention.rotary", 0, keys_values, hidden + tensors.queries, forward_bytes=keys_values)
-    yield from _core(tensors, mixed)
-
-
 def _norm_linear(
     tensors: LayerTensors,
     name: str,
@@ -298,7 +294,7 @@ def _norm_linear(
     output: int,
     *,
     module: str,
-    transient: int | None = None,
+    transient: int,
 ) -> Node:
     """A norm fused with the column-parallel linear layer after it: input and normalised input are kept, the
     latter can be recomputed."""
@@ -307,7 +303,7 @@ def _norm_linear(
         name,
         retained + normalised + tensors.statistics,
         retained,
-        tensors.hidden if transient is None else transient,
+        transient,
         forward_bytes=full + output,
         backward_bytes=(2 * full) or retained,
         drops=((module, normalised),),
@@ -316,24 +312,33 @@ def _norm_linear(
     )
 
 
-def _mlp(tensors: LayerTensors) -> Iterator[Node]:
+def _mlp(tensors: LayerTensors, by_role: Mapping[Role, Operator]) -> Iterator[Node]:
     """Norm and up-product, activation, down-product."""
-    hidden, up = tensors.hidden, tensors.tokens * tensors.ffn * tensors.halves * tensors.element
+    hidden, activation = tensors.hidden, by_role[Role.ACTIVATION]
+    up = tensors.tokens * tensors.held(activation.takes) * tensors.element
     # a fused norm and product are one module, of which the input is kept
     module = "norm" if tensors.profile.eager else "mlp"
-    yield _norm_linear(tensors, "mlp.up", hidden, tensors.normalised, up, module=module)
-    yield from _activated(tensors, "mlp", tensors.tokens * tensors.ffn, hidden, work=tensors.gathered, modules=("mlp",))
+    yield _norm_linear(tensors, "mlp.up", hidden, tensors.normalised, up, module=module, transient=hidden)
+    yield from _activated(tensors, "mlp", activation, tensors.tokens, hidden, work=tensors.gathered, modules=("mlp",))
 
 
 def _activated(
-    tensors: LayerTensors, name: str, units: int, transient: int, *, work: int, modules: tuple[str, ...]
+    tensors: LayerTensors,
+    name: str,
+    activation: Operator,
+    tokens: int,
+    transient: int,
+    *,
+    work: int,
+    modules: tuple[str, ...],
 ) -> Iterator[Node]:
     """The activation, which keeps its input, and the down-product, which keeps the activation's output.
 
     Eager operations keep the activated gate too. `modules` recompute all; `mlp_act` and `moe_act` only
     what the activation makes.
     """
-    up, out = units * tensors.halves * tensors.element, units * tensors.operand
+    units = tokens * tensors.held(activation.makes)
+    up, out = tokens * tensors.held(activation.takes) * tensors.element, units * tensors.operand
     mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout and name == "mlp" else 0
     gate = units * tensors.element if tensors.profile.eager and tensors.plan.model.gated else 0
     alone = "moe_act" if name == "experts" else "mlp_act"
@@ -352,7 +357,7 @@ def _activated(
     )
 
 
-def _experts(tensors: LayerTensors) -> Iterator[Node]:
+def _experts(tensors: LayerTensors, by_role: Mapping[Role, Operator]) -> Iterator[Node]:
     """Norm, router, permutation and all-to-all, shared expert, experts, and the way back.
 
     The router keeps, per token and expert, softmax outputs of the routing and of the balancing loss (fp32 each), the
@@ -372,9 +377,8 @@ def _experts(tensors: LayerTensors) -> Iterator[Node]:
     yield Node("experts.permute", row_map, hidden, 2 * hidden, forward_bytes=sent, drops=(("moe", row_map),))
     exchange = 2 * sent if plan.layout.ep > 1 else 0
     yield Node("experts.dispatch", 0, sent, 2 * hidden, forward_bytes=exchange)
-    if model.shared_expert_width:
-        units = tensors.tokens * tensors.shared_ffn
-        shared_up = units * tensors.halves * e
+    if shared := by_role.get(Role.SHARED_ACTIVATION):
+        shared_up = tensors.tokens * tensors.held(shared.takes) * e
         yield Node(
             "shared.up",
             0,
@@ -384,11 +388,11 @@ def _experts(tensors: LayerTensors) -> Iterator[Node]:
             backward_bytes=2 * tensors.gathered,
             weight_gradient_bytes=shared_up,
         )
-        yield from _activated(
-            tensors, "shared", units, hidden + permuted, work=tensors.gathered, modules=("moe", "shared_experts")
-        )
+        work, modules = tensors.gathered, ("moe", "shared_experts")
+        yield from _activated(tensors, "shared", shared, tensors.tokens, hidden + permuted, work=work, modules=modules)
     yield Node("experts.sort", 0, permuted, hidden, forward_bytes=sent + permuted)
-    up = routed * tensors.expert_ffn * tensors.halves * e
+    activation = by_role[Role.EXPERTS_ACTIVATION]
+    up = routed * tensors.held(activation.takes) * e
     retained = routed * model.hidden_size * tensors.operand
     yield Node(
         "experts.up",
@@ -400,8 +404,7 @@ def _experts(tensors: LayerTensors) -> Iterator[Node]:
         weight_input_bytes=retained,
         weight_gradient_bytes=up,
     )
-    units = routed * tensors.expert_ffn
-    yield from _activated(tensors, "experts", units, hidden, work=permuted, modules=("moe",))
+    yield from _activated(tensors, "experts", activation, routed, hidden, work=permuted, modules=("moe",))
     yield Node("experts.unsort", 0, permuted, hidden, forward_bytes=2 * permuted)
     yield Node("experts.combine", 0, sent, hidden, forward_bytes=exchange)
     yield Node("experts.unpermute", 0, sent, hidden, forward_bytes=sent + hidden)

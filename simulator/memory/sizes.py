@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from ...core.model.operators import layer_operators
 from ...core.plan.plan import Plan
 from ...core.program import Group, stage_groups
 from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
@@ -37,12 +38,14 @@ def stage_activation_bytes(plan: Plan) -> list[int]:
     return [sizes.tape.retained_bytes for sizes in stage_sizes(plan)]
 
 
-def layer_activation_bytes(plan: Plan, *, moe: bool = False) -> int:
+def layer_activation_bytes(plan: Plan, layer: int = 0) -> int:
     """Bytes one microbatch keeps of one transformer layer."""
     tensors = LayerTensors(plan, memory_profile(plan))
-    return _part_memory(
-        tensors, Group("moe" if moe else "dense", recomputed=plan.recompute.mode == "full")
-    ).retained_bytes
+    return _layer_memory(tensors, layer, recomputed=plan.recompute.mode == "full").retained_bytes
+
+
+_Parts = dict[tuple[str, bool], TapeMemory]
+"""(kind of a group, whether it is recomputed) -> the tape of one of its parts."""
 
 
 class _SamePlan:
@@ -91,19 +94,19 @@ def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
 
 
 @lru_cache(maxsize=256)
-def _tapes_of(*_family: object) -> dict[Group, TapeMemory]:
+def _tapes_of(*_family: object) -> _Parts:
     """The tapes of parts that plans share whose layers are cut in the same way, whatever their stages, copies and
     ZeRO; empty at first."""
     return {}
 
 
-def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: dict[Group, TapeMemory]) -> StageSizes:
+def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> StageSizes:
     """The sizes of one stage; `parts` collects the tapes of its parts for the stages that follow."""
     tape, profile = EMPTY, tensors.profile
     for group in stage_groups(plan, stage):
-        part = Group(group.kind, recomputed=group.recomputed)
+        part = group.kind, group.recomputed
         if part not in parts:
-            parts[part] = _part_memory(tensors, part)
+            parts[part] = _part_memory(tensors, group)
         tape = tape + parts[part].times(group.count)
     if profile.separate_gradients:
         whole, weight = (
@@ -145,13 +148,15 @@ def _part_memory(tensors: LayerTensors, group: Group) -> TapeMemory:
         case "head":
             return _tape(tensors, tuple(head_nodes(tensors)))
         case "mtp":
-            layer = Group("moe" if tensors.plan.model.is_moe else "dense", recomputed=group.recomputed)
-            return _tape(tensors, tuple(mtp_nodes(tensors))) + _part_memory(tensors, layer)
+            layer = _layer_memory(tensors, tensors.plan.model.num_layers + group.layer, recomputed=group.recomputed)
+            return _tape(tensors, tuple(mtp_nodes(tensors))) + layer
         case _:
-            nodes = layer_nodes(tensors, moe=group.kind == "moe")
-            return _tape(
-                tensors, full_recompute(nodes, tensors.hidden, tensors.retained_input) if group.recomputed else nodes
-            )
+            return _layer_memory(tensors, group.layer, recomputed=group.recomputed)
+
+
+def _layer_memory(tensors: LayerTensors, layer: int, *, recomputed: bool) -> TapeMemory:
+    nodes = layer_nodes(tensors, layer_operators(tensors.plan.model, layer))
+    return _tape(tensors, full_recompute(nodes, tensors.hidden, tensors.retained_input) if recomputed else nodes)
 
 
 def _tape(tensors: LayerTensors, nodes: tuple[Node, ...]) -> TapeMemory:

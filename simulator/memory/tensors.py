@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...core.layout.chunks import Chunks
+from ...core.model.operators import Width
+from ...core.model.rotary import rotary_width
 from ...core.plan.plan import Plan
+from ...core.program.tensors import Tensors
 from .profiles import MemoryProfile
 
 MASK_BYTES = 1
@@ -21,8 +24,7 @@ INDEX_BYTES = 8
 
 def rotary_table_bytes(plan: Plan) -> int:
     """cos and sin of a sequence's positions on a context-parallel rank, fp32."""
-    width = plan.model.qk_rope_head_dim if plan.model.is_mla else plan.model.head_dim
-    return 2 * plan.batch.sequence // plan.layout.cp * width * STATISTIC_BYTES
+    return 2 * plan.batch.sequence // plan.layout.cp * rotary_width(plan.model) * STATISTIC_BYTES
 
 
 @dataclass(frozen=True)
@@ -142,15 +144,14 @@ class LayerTensors:
         """Norm statistics of the rank's own tokens: mean and deviation, or the deviation alone."""
         return STATISTIC_BYTES * self.own_tokens * (2 if self.plan.model.norm == "layernorm" else 1)
 
-    @cached_property
-    def ffn(self) -> int:
-        """Units of the dense MLP on this rank."""
-        return self.plan.leaf_sizes.ffn.owned_items(self.plan.layout.tp, 0)[1]
+    def held(self, width: Width) -> int:
+        """Numbers of a token that this rank holds of a width."""
+        degree = self.plan.layout.expert_tp if width.axis == "expert_ffn" else self.plan.layout.tp
+        return self._program.held(width, degree)
 
     @cached_property
-    def halves(self) -> int:
-        """Products before the activation: two where it is gated."""
-        return 2 if self.plan.model.gated else 1
+    def _program(self) -> Tensors:
+        return Tensors(self.plan, 0)
 
     @cached_property
     def routed_tokens(self) -> int:
@@ -162,16 +163,6 @@ class LayerTensors:
         model, layout = self.plan.model, self.plan.layout
         capacity = -(-self.own_tokens * model.experts_per_token // model.num_experts)
         return capacity * model.num_experts * layout.expert_tp
-
-    @cached_property
-    def expert_ffn(self) -> int:
-        """Units of one expert on this rank."""
-        return -(-self.plan.model.expert_width // self.plan.layout.expert_tp)
-
-    @cached_property
-    def shared_ffn(self) -> int:
-        """Units of the shared expert on this rank."""
-        return -(-self.plan.model.shared_expert_width // self.plan.layout.tp)
 
     @cached_property
     def vocabulary(self) -> int:

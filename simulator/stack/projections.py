@@ -3,11 +3,13 @@ and values, gate and up."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
 from ...core.model.model import ModelSpec
-from ...core.program import Collective, LayerWork, Operations, Product, Role
+from ...core.model.operators import Kind, Operator
+from ...core.program import Collective, Op, Operations, Product, Role
 
 NOT_REPEATED = (Role.CORE, Role.DOWN, Role.EXPERTS_DOWN, Role.DISPATCH, Role.COMBINE)
 """What selective recomputation by operations leaves out: the core has a switch of its own, and no gradient needs what
@@ -48,7 +50,7 @@ def sum_bytes(product: Product, parts: int, *, compiled: bool, reduced: bool) ->
     return SUM_OPERANDS_BYTES * passes * product.m * product.n if parts > 1 else 0.0
 
 
-def second_products(model: ModelSpec, works: tuple[LayerWork, ...]) -> tuple[tuple[Role, Operations], ...]:
+def second_products(model: ModelSpec, works: tuple[Op, ...]) -> tuple[tuple[Role, Operations], ...]:
     """Role -> what selective recomputation by operations repeats of it: every second product in the order of the
     forward, without the last layer's, whose result no gradient needs (torchtitan,
     distributed/activation_checkpoint.py: `_save_list`, and every second `aten.mm` is not saved), and the gathers of
@@ -68,3 +70,16 @@ def second_products(model: ModelSpec, works: tuple[LayerWork, ...]) -> tuple[tup
         if again and work.role not in NOT_REPEATED:
             found.append((work.role, tuple(again)))
     return tuple(found)
+
+
+def second_weights(model: ModelSpec, operators: Iterable[Operator]) -> int:
+    """Matrix elements that a token meets in what `second_products` repeats of a layer."""
+    total = count = 0
+    for operator in operators:
+        if operator.kind is not Kind.LINEAR or operator.fp32:
+            continue
+        for width in widths(model, operator.role, operator.makes.size):
+            count += 1
+            if count % 2 == 0 and operator.role not in NOT_REPEATED:
+                total += operator.takes.size * width * (model.experts_per_token if operator.experts else 1)
+    return total

@@ -10,7 +10,7 @@ from ...core.layout.stages import StageLayers
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import Parameter, layer_parameters, layer_prefix, mtp_prefix
 from ...core.plan.plan import Plan
-from ...core.program import LayerWork, Operations, recomputed_modules, recomputes_whole
+from ...core.program import Op, Operations, recomputed_modules, recomputes_whole
 from .attention import GroupedAttention, LatentAttention
 from .ends import embedding, head, multi_token
 from .expressions import Expression, symbol
@@ -19,7 +19,7 @@ from .mlp import DenseMlp, SparseMlp
 from .parts import Gradients, mapped, norm_gradients, normed, residual
 from .tensors import Part
 
-Works = Sequence[Sequence[LayerWork]]
+Works = Sequence[Sequence[Op]]
 """Of every tensor-parallel rank, the works of one block."""
 
 

@@ -14,13 +14,13 @@ from ...core.model.parameters import (
     head_parameters,
     mtp_parameters,
 )
-from ...core.program import Collective, LayerWork, Operations, sequences_are_cut
+from ...core.program import Collective, Op, Operations, sequences_are_cut
 from .expressions import Expression, apply, exactly_summed, symbol
 from .layers import Linear, Ranks, lookup_part, named, summed_leaves
 from .parts import Gradients, WholeLinear, mapped, norm_gradients, normed, residual
 from .tensors import Part
 
-Works = Sequence[Sequence[LayerWork]]
+Works = Sequence[Sequence[Op]]
 """Of every tensor-parallel rank, the works of one block."""
 
 

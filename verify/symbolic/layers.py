@@ -20,7 +20,7 @@ from ...core.model.parameters import TOKEN_TABLE, Parameter
 from ...core.plan.plan import Plan
 from ...core.program import (
     Collective,
-    LayerWork,
+    Op,
     Message,
     Operation,
     Operations,
@@ -28,7 +28,7 @@ from ...core.program import (
     copies_do_the_same,
     operations,
     own_token_parameters,
-    stage_work,
+    stage_ops,
 )
 from ...core.schedule.action import Kind
 from .expressions import MODULUS, Expression, apply, digest, exactly_summed, interval, summed, symbol, tree
@@ -46,7 +46,7 @@ class Program:
     tensor-parallel sum of REDUCE_GRAD is for.
     """
 
-    works: Callable[[Plan, int, int], Sequence[LayerWork]] = stage_work
+    works: Callable[[Plan, int, int], Sequence[Op]] = stage_ops
     actions: Callable[..., Operations] = operations
     own_tokens: Callable[[Plan, int], Sequence[Parameter]] = own_token_parameters
 

@@ -27,7 +27,7 @@ from ...core.machine.cluster import ClusterSpec
 from ...core.machine.variation import NO_VARIATION
 from ...core.plan.plan import Plan
 from ...core.plan.sections import DataParallel, ScheduleChoice
-from ...core.program import LayerWork, Product, sequences_are_cut
+from ...core.program import Op, Product, sequences_are_cut
 from ...core.schedule import lower
 from ...core.schedule.action import Kind
 from ...core.schedule.schedule import Schedule
@@ -303,10 +303,10 @@ def _one_device(plan: Plan) -> Plan:
     )
 
 
-def _by_block(works: Any, blocks: list[Block]) -> dict[Block, list[LayerWork]]:
+def _by_block(works: Any, blocks: list[Block]) -> dict[Block, list[Op]]:
     """A rank's works by the block their names belong to. Works of no block here go to the first, where
     they are a difference."""
-    tables: dict[Block, list[LayerWork]] = {block: [] for block in blocks}
+    tables: dict[Block, list[Op]] = {block: [] for block in blocks}
     by_prefix = {block.prefix: block for block in blocks}
     for work in works:
         parts = work.layer.split(".")
@@ -321,14 +321,14 @@ def _usage_key(block: Block, name: str) -> str:
     return name if name.startswith((EMBEDDING.prefix, HEAD.prefix)) else f"{block.prefix}{name}"
 
 
-def _signature(block: Block, works: list[LayerWork]) -> tuple[object, ...]:
+def _signature(block: Block, works: list[Op]) -> tuple[object, ...]:
     """Equal for blocks whose operations are equal but for the layer's number."""
     return tuple(
         (work.layer.removeprefix(block.prefix), *(tuple(map(_plain, part)) for part in _phases(work))) for work in works
     )
 
 
-def _phases(work: LayerWork) -> tuple[Any, ...]:
+def _phases(work: Op) -> tuple[Any, ...]:
     return work.forward, work.input_gradient, work.weight_gradient, work.recomputed
 
 

@@ -27,9 +27,9 @@ from shardproof.core.program import (
     own_token_parameters,
     rank_elements,
     stage_elements,
-    stage_work,
+    stage_ops,
 )
-from shardproof.core.program.layers import _stage_work as build
+from shardproof.core.program.layers import _stage_ops as build
 from shardproof.core.schedule.action import Kind
 
 MODEL = ModelSpec(
@@ -80,7 +80,7 @@ def step_flops(plan, kinds=(Kind.F, Kind.B)):
 def test_ranks_with_equal_shares_have_one_program_and_others_their_own(layout, recompute):
     plan = plan_of(recompute=recompute, **layout)
     for stage in range(plan.layout.num_stages):
-        works = [stage_work(plan, stage, tp_rank) for tp_rank in range(plan.layout.tp)]
+        works = [stage_ops(plan, stage, tp_rank) for tp_rank in range(plan.layout.tp)]
         assert works == [build(plan, stage, tp_rank, 0) for tp_rank in range(plan.layout.tp)]
         assert all((one is other) == (one == other) for one in works for other in works)
 
@@ -100,8 +100,8 @@ def test_flops_are_those_of_the_megatron_formula_in_every_layout(layout):
 
 def test_full_recompute_adds_the_layers_forward_and_selective_only_the_attention_core():
     none, selective, full = (plan_of(recompute=mode) for mode in ("none", "selective", "full"))
-    core = [work for work in stage_work(none, 0) if work.layer.endswith("core")]
-    layers = [work for work in stage_work(none, 0) if work.layer.startswith("layers")]
+    core = [work for work in stage_ops(none, 0) if work.layer.endswith("core")]
+    layers = [work for work in stage_ops(none, 0) if work.layer.startswith("layers")]
     backward = flops(operations(none, Kind.B, 0))
     assert flops(operations(selective, Kind.B, 0)) - backward == sum(flops(work.forward) for work in core)
     assert flops(operations(full, Kind.B, 0)) - backward == sum(flops(work.forward) for work in layers)

@@ -25,8 +25,8 @@ from shardproof.core.program import (
     held_elements,
     operations,
     own_token_parameters,
-    stage_work,
-    transformer_work,
+    stage_ops,
+    layer_ops,
 )
 from shardproof.core.schedule.action import Kind
 
@@ -55,7 +55,7 @@ def plan_of(model=GROUPED, *, samples=16, **layout) -> Plan:
 
 
 def work_of(plan, part, tp_rank=0):
-    (work,) = (each for each in transformer_work(plan, 0, tp_rank) if each.layer == f"layers.0.{part}")
+    (work,) = (each for each in layer_ops(plan, 0, tp_rank) if each.layer == f"layers.0.{part}")
     return work
 
 
@@ -118,7 +118,7 @@ def test_latent_attention_multiplies_the_six_matrices_of_deepseek_v2():
     and from 8 heads of 20."""
     plan = plan_of(LATENT)
     matrices = 64 * 40 + 40 * 8 * 24 + 64 * 40 + 32 * 8 * 36 + 8 * 20 * 64
-    works = [work for work in transformer_work(plan, 0) if "attention" in work.layer]
+    works = [work for work in layer_ops(plan, 0) if "attention" in work.layer]
     core = 2 * B * S * S * 8 * (24 + 20)
     assert flops(operation for work in works for operation in work.forward) == 2 * B * S * matrices + core
     assert flops(operation for work in works for operation in work.input_gradient) == 2 * B * S * matrices + 2 * core
@@ -132,7 +132,7 @@ def test_latent_attention_multiplies_the_six_matrices_of_deepseek_v2():
 def test_without_a_rank_for_queries_they_come_from_the_hidden_state():
     plan = plan_of(replace(LATENT, q_lora_rank=0))
     assert work_of(plan, "attention.q").forward == (Product("layers.0.attention.q", B * S, 8 * 24, H),)
-    assert not any("q_down" in work.layer for work in transformer_work(plan, 0))
+    assert not any("q_down" in work.layer for work in layer_ops(plan, 0))
 
 
 def test_latent_attention_gathers_low_rank_vectors_instead_of_hidden_states():
@@ -167,8 +167,8 @@ def test_tensor_parallel_ranks_share_the_products_of_a_layer(model, layout):
     down = 0
     if model is LATENT and not cut.layout.sequence_parallel:  # every rank multiplies all tokens with the uncut matrices
         down = 2 * B * S * H * (40 + 32 + 8) * (cut.layout.tp - 1)
-    total = sum(flops(work.forward) for tp_rank in range(cut.layout.tp) for work in transformer_work(cut, 0, tp_rank))
-    assert cut.layout.cp * total == sum(flops(work.forward) for work in transformer_work(whole, 0)) + down
+    total = sum(flops(work.forward) for tp_rank in range(cut.layout.tp) for work in layer_ops(cut, 0, tp_rank))
+    assert cut.layout.cp * total == sum(flops(work.forward) for work in layer_ops(whole, 0)) + down
 
 
 MTP = replace(LATENT, num_mtp_layers=2)
@@ -177,7 +177,7 @@ MTP = replace(LATENT, num_mtp_layers=2)
 def test_a_prediction_module_is_a_projection_a_layer_and_a_head():
     """DeepSeek-V3, arXiv 2412.19437, section 2.2: [h, 2h] joins both inputs; table and head are the model's."""
     with_mtp, without = plan_of(MTP), plan_of(LATENT)
-    layer = flops(operation for work in transformer_work(without, 0) for operation in work.forward)
+    layer = flops(operation for work in layer_ops(without, 0) for operation in work.forward)
     more = flops(operations(with_mtp, Kind.F, 0)) - flops(operations(without, Kind.F, 0))
     assert more == 2 * (layer + 2 * B * S * H * 2 * H + 2 * B * S * H * 96)
     own = sum(parameter.num_elements for parameter in mtp_parameters(MTP, 0))
@@ -187,8 +187,8 @@ def test_a_prediction_module_is_a_projection_a_layer_and_a_head():
 
 def test_prediction_modules_lie_on_the_last_stage_with_a_token_table_of_their_own():
     plan = plan_of(MTP, pp=2)
-    assert not any("mtp" in work.layer for work in stage_work(plan, 0))
-    names = [work.layer for work in stage_work(plan, 1) if "attention" not in work.layer and "mlp" not in work.layer]
+    assert not any("mtp" in work.layer for work in stage_ops(plan, 0))
+    names = [work.layer for work in stage_ops(plan, 1) if "attention" not in work.layer and "mlp" not in work.layer]
     assert (
         names[:4] == ["mtp.0.embedding.tokens", "mtp.0.projection", "mtp.0.head.output", "mtp.0.head.loss"]
         and names[-1] == "head.loss"
@@ -206,7 +206,7 @@ def test_names_of_operations_and_parameters_are_unique_with_every_kind_of_layer(
     model = replace(
         MTP, num_experts=4, experts_per_token=2, num_shared_experts=1, expert_ffn_hidden_size=16, first_dense_layers=1
     )
-    layers = Counter(work.layer for work in stage_work(plan_of(model), 0))
+    layers = Counter(work.layer for work in stage_ops(plan_of(model), 0))
     names = Counter(parameter.name for parameter in parameters(model))
     assert set(layers.values()) == set(names.values()) == {1}
 

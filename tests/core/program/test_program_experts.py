@@ -22,7 +22,7 @@ from shardproof.core.program import (
     num_shards,
     operations,
     own_token_parameters,
-    transformer_work,
+    layer_ops,
 )
 from shardproof.core.schedule.action import Kind
 
@@ -64,7 +64,7 @@ def sent(found, axis):
 def forward(plan, layer, part, tp_rank=0):
     return [
         operation
-        for work in transformer_work(plan, layer, tp_rank)
+        for work in layer_ops(plan, layer, tp_rank)
         if f".{part}" in work.layer
         for operation in work.forward
     ]
@@ -108,7 +108,7 @@ def test_an_all_to_all_each_way_moves_a_copy_per_expert_but_for_the_local_share(
         ("dispatch", "input_gradient"),
         ("combine", "input_gradient"),
     ):
-        (work,) = (each for each in transformer_work(plan, 1) if each.layer == f"layers.1.mlp.{part}")
+        (work,) = (each for each in layer_ops(plan, 1) if each.layer == f"layers.1.mlp.{part}")
         reported = [("all_to_all", 4, counts)] if (part, kind) == ("dispatch", "forward") else []
         assert sent(getattr(work, kind), "ep") == [*reported, ("all_to_all", 4, one_way)]
         assert len(getattr(work, kind)) == len(reported) + 1
@@ -134,7 +134,7 @@ def test_ranks_with_the_same_tokens_send_a_part_each_and_gather_results_and_grad
     """The copies of half the tokens are sent; then the other rank gets this one's results, its input gradients,
     and those of weights."""
     plan = plan_of(tp=2, ep=2, dp=2, etp=etp)
-    works = {each.layer.removeprefix("layers.1.mlp."): each for each in transformer_work(plan, 1)}
+    works = {each.layer.removeprefix("layers.1.mlp."): each for each in layer_ops(plan, 1)}
     assert sent(works["dispatch"].forward, "ep")[1] == ("all_to_all", 2, B * S * K * H * 2 // 4)
     assert sent(works["dispatch"].forward, "tp") == []
     assert (

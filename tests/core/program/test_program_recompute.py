@@ -18,11 +18,11 @@ from shardproof.core.program import (
     Collective,
     Group,
     Product,
-    group_work,
+    group_ops,
     operations,
     recomputes_whole,
     stage_groups,
-    stage_work,
+    stage_ops,
 )
 from shardproof.core.schedule.action import Kind
 
@@ -51,7 +51,7 @@ def flops(found):
 
 def repeated(plan, stage=0):
     """Names of the parts that a backward repeats, without their layer's."""
-    return {work.layer.partition(".")[2].partition(".")[2] for work in stage_work(plan, stage) if work.recomputed}
+    return {work.layer.partition(".")[2].partition(".")[2] for work in stage_ops(plan, stage) if work.recomputed}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_is_recomputed_is_the_forward_of_the_part_and_changes_nothing_else(
         for depth in range(2)
         for part in ("embedding.tokens", "projection", "head.output", "head.loss")
     }
-    for work in stage_work(full, 0):
+    for work in stage_ops(full, 0):
         assert work.recomputed == (() if work.layer in outside else work.forward)
 
 
@@ -95,7 +95,7 @@ def test_what_is_recomputed_is_the_forward_of_the_part_and_changes_nothing_else(
 def test_full_recomputation_of_a_list_of_layers_repeats_those_and_no_others(pp, layers):
     plan = plan_of(MIXED, Recompute("full", layers=layers), pp=pp)
     again = {
-        int(work.layer.split(".")[1]) for stage in range(pp) for work in stage_work(plan, stage) if work.recomputed
+        int(work.layer.split(".")[1]) for stage in range(pp) for work in stage_ops(plan, stage) if work.recomputed
     }
     assert again == set(layers) == {layer for layer in range(6) if recomputes_whole(plan, layer)}
     for stage in range(pp):
@@ -177,10 +177,10 @@ def test_the_groups_of_a_stage_do_what_its_layers_do(model, stages, recompute, t
     plan = plan_of(model, recompute, stages=stages, pp=stages.count("|") + 1, tp=tp, sequence_parallel=tp == 4)
     for stage in range(plan.layout.pp):
         for part in ("forward", "input_gradient", "weight_gradient", "recomputed"):
-            one_by_one = Counter(nameless(each) for work in stage_work(plan, stage) for each in getattr(work, part))
+            one_by_one = Counter(nameless(each) for work in stage_ops(plan, stage) for each in getattr(work, part))
             grouped: Counter[object] = Counter()
             for group in stage_groups(plan, stage):
-                for work in group_work(plan, group):
+                for work in group_ops(plan, group):
                     for each in getattr(work, part):
                         grouped[nameless(each)] += group.count
             assert grouped == one_by_one

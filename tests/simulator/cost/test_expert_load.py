@@ -16,7 +16,7 @@ from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch
-from shardproof.core.program import Collective, LayerWork, Product, Role
+from shardproof.core.program import Collective, Op, Product, Role
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.expert_load import draw_counts, draw_loads, loaded_work
 from shardproof.simulator.cost.pricing import Pricing
@@ -106,7 +106,7 @@ def test_a_load_scales_the_experts_products_and_exchanges_and_nothing_else():
     exchange, gather = Collective("", "all_to_all", "ep", 8, 1000), Collective("", "all_gather", "tp", 8, 1000)
     (work,) = loaded_work(
         (
-            LayerWork(
+            Op(
                 "layers.0", Role.EXPERTS_UP, (plain, expert, exchange), (expert, gather), (plain, transposed), (expert,)
             ),
         ),

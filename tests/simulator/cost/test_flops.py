@@ -101,9 +101,11 @@ def test_a_token_meets_the_active_parameters_that_are_published(name, active_bil
     ],
     ids=str,
 )
-def test_the_products_of_all_ranks_are_the_hardware_flops_of_the_step(recompute, layout):
+@pytest.mark.parametrize("q_lora_rank", [40, 0])
+def test_the_products_of_all_ranks_are_the_hardware_flops_of_the_step(recompute, layout, q_lora_rank):
+    latent = {**LATENT, "q_lora_rank": q_lora_rank}
     plan = plan_of(
-        replace(MODEL, activation="swiglu", **EXPERTS, **LATENT, num_mtp_layers=1), recompute=recompute, **layout
+        replace(MODEL, activation="swiglu", **EXPERTS, **latent, num_mtp_layers=1), recompute=recompute, **layout
     )
     degrees = plan.layout
     total = sum(

@@ -69,11 +69,11 @@ def test_a_latent_attention_layer_keeps_latents_and_whole_heads():
 
 
 def test_an_expert_layer_keeps_tables_permuted_tokens_and_both_kinds_of_experts():
-    assert layer_activation_bytes(plan(), moe=True) == ATTENTION + 2 * HIDDEN + STATISTICS + TABLES + EXPERTS + SHARED
+    assert layer_activation_bytes(plan(), layer=1) == ATTENTION + 2 * HIDDEN + STATISTICS + TABLES + EXPERTS + SHARED
 
 
 def test_balanced_experts_keep_as_much_whatever_the_expert_parallelism():
-    assert layer_activation_bytes(plan(ep=2), moe=True) == layer_activation_bytes(plan(ep=8), moe=True)
+    assert layer_activation_bytes(plan(ep=2), layer=1) == layer_activation_bytes(plan(ep=8), layer=1)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_balanced_experts_keep_as_much_whatever_the_expert_parallelism():
 def test_recomputed_modules_give_up_their_tensors(modules, dense, moe):
     selective = plan(Recompute("selective", modules=modules))
     assert layer_activation_bytes(plan()) - layer_activation_bytes(selective) == dense
-    assert layer_activation_bytes(plan(), moe=True) - layer_activation_bytes(selective, moe=True) == moe
+    assert layer_activation_bytes(plan(), layer=1) - layer_activation_bytes(selective, layer=1) == moe
 
 
 def test_full_recomputation_keeps_inputs_and_peaks_with_one_layer_whole():
@@ -101,7 +101,7 @@ def test_full_recomputation_keeps_inputs_and_peaks_with_one_layer_whole():
     head = 2 * HIDDEN + STATISTICS + logits
     assert full.activations_bytes == 8 * S + 4 * HIDDEN + head
     assert full.peak_bytes < none.peak_bytes
-    assert full.working_bytes > layer_activation_bytes(plan(), moe=True) - HIDDEN - head
+    assert full.working_bytes > layer_activation_bytes(plan(), layer=1) - HIDDEN - head
 
 
 def test_only_the_first_layers_of_a_stage_are_recomputed_where_a_limit_is_given():

@@ -13,7 +13,7 @@ from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.plan.sections import Recompute
-from shardproof.core.program import operations, stage_work
+from shardproof.core.program import operations, stage_ops
 from shardproof.core.schedule import lower
 from shardproof.core.schedule.action import Kind
 from shardproof.verify.symbolic.layers import Program
@@ -82,7 +82,7 @@ def test_recomputed_up_projections_are_the_same(model):
 
 def mutants(plan: Plan, chosen: str):
     """(layer, phase, how, program) for every operation of the layers whose name contains a text, dropped or doubled."""
-    for work in stage_work(plan, 0):
+    for work in stage_ops(plan, 0):
         for phase in ("forward", "input_gradient", "weight_gradient", "recomputed") if chosen in work.layer else ():
             for index in range(len(getattr(work, phase))):
                 for how in ("drop", "double"):
@@ -90,7 +90,7 @@ def mutants(plan: Plan, chosen: str):
                     def works(plan, stage, tp_rank, layer=work.layer, phase=phase, index=index, how=how):
                         return [
                             _changed(each, phase, index, how) if each.layer == layer else each
-                            for each in stage_work(plan, stage, tp_rank)
+                            for each in stage_ops(plan, stage, tp_rank)
                         ]
 
                     yield work.layer, phase, how, Program(works=works)

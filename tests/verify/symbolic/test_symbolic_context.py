@@ -12,7 +12,7 @@ from shardproof.core.plan.plan import (
     Plan,
 )
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.program import Collective, operations, stage_work
+from shardproof.core.program import Collective, operations, stage_ops
 from shardproof.core.schedule import lower
 from shardproof.core.schedule.action import Kind
 from shardproof.verify.symbolic.layers import Program
@@ -100,7 +100,7 @@ def changed(ops: tuple, index: int, how: str) -> tuple:
 )
 def test_every_exchange_of_a_layer_counts(choices, how):
     plan, num_mutants = plan_of(**choices), 0
-    for work in stage_work(plan, 0):
+    for work in stage_ops(plan, 0):
         for phase in ("forward", "input_gradient", "recomputed"):
             for index in over_cp(getattr(work, phase)):
 
@@ -109,7 +109,7 @@ def test_every_exchange_of_a_layer_counts(choices, how):
                         replace(each, **{phase: changed(getattr(each, phase), index, how)})
                         if each.layer == layer
                         else each
-                        for each in stage_work(plan, stage, tp_rank)
+                        for each in stage_ops(plan, stage, tp_rank)
                     ]
 
                 wrong = wrong_places(plan, Program(works=works))
@@ -164,7 +164,7 @@ def test_a_missing_sum_of_key_gradients_says_so():
     def works(plan, stage, tp_rank):
         return [
             replace(each, input_gradient=each.input_gradient[:-1]) if each.layer == "layers.0.attention.core" else each
-            for each in stage_work(plan, stage, tp_rank)
+            for each in stage_ops(plan, stage, tp_rank)
         ]
 
     (finding,) = proof_of(plan, Program(works=works)).findings

@@ -14,7 +14,7 @@ from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.plan.sections import Recompute
-from shardproof.core.program import Collective, operations, stage_work
+from shardproof.core.program import Collective, operations, stage_ops
 from shardproof.core.schedule import lower
 from shardproof.core.schedule.action import Kind
 from shardproof.verify.symbolic.layers import Program
@@ -123,7 +123,7 @@ def test_every_product_and_collective_of_routed_experts_counts(choices: dict[str
     has it, or the next one."""
     plan = plan_of(**choices)
     num_mutants = 0
-    for work in stage_work(plan, 0):
+    for work in stage_ops(plan, 0):
         if ".mlp." not in work.layer or ".shared." in work.layer:
             continue
         for phase in ("forward", "input_gradient", "weight_gradient", "recomputed"):
@@ -135,7 +135,7 @@ def test_every_product_and_collective_of_routed_experts_counts(choices: dict[str
                             replace(each, **{phase: changed(getattr(each, phase), index, how)})
                             if each.layer == layer
                             else each
-                            for each in stage_work(plan, stage, tp_rank)
+                            for each in stage_ops(plan, stage, tp_rank)
                         ]
 
                     proof = proof_of(plan, Program(works=works))

@@ -15,7 +15,7 @@ from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.plan.sections import Recompute
-from shardproof.core.program import Collective, Product, operations, reduce_microbatch, stage_work
+from shardproof.core.program import Collective, Product, operations, reduce_microbatch, stage_ops
 from shardproof.core.schedule import lower
 from shardproof.core.schedule.action import Kind
 from shardproof.verify.symbolic.layers import Program
@@ -70,7 +70,7 @@ def changed(ops: tuple, index: int, how: str) -> tuple:
 
 def layer_mutants(plan: Plan, layers: tuple[str, ...], only_rank: int | None = None):
     """(layer, phase, how, program) for every operation of some blocks."""
-    for work in stage_work(plan, 0):
+    for work in stage_ops(plan, 0):
         if not work.layer.startswith(layers):
             continue
         for phase in ("forward", "input_gradient", "weight_gradient", "recomputed"):
@@ -84,7 +84,7 @@ def layer_mutants(plan: Plan, layers: tuple[str, ...], only_rank: int | None = N
                             replace(each, **{phase: changed(getattr(each, phase), index, how)})
                             if each.layer == layer and only_rank in (None, tp_rank)
                             else each
-                            for each in stage_work(plan, stage, tp_rank)
+                            for each in stage_ops(plan, stage, tp_rank)
                         ]
 
                     yield work.layer, phase, how, Program(works=works)
@@ -162,7 +162,7 @@ def without_collectives(plan: Plan, layer: str, phase: str) -> Program:
             replace(work, **{phase: tuple(each for each in getattr(work, phase) if isinstance(each, Product))})
             if work.layer == layer
             else work
-            for work in stage_work(plan, stage, tp_rank)
+            for work in stage_ops(plan, stage, tp_rank)
         ]
 
     return Program(works=works)
@@ -183,7 +183,7 @@ def test_a_doubled_all_reduce_counts_everything_3_times_on_3_ranks():
 def doubles(plan: Plan, program: Program) -> bool:
     """True when a collective is doubled and not a product."""
     count = lambda works: sum(isinstance(each, Collective) for work in works for each in work.forward)  # noqa: E731
-    return count(program.works(plan, 0, 0)) > count(stage_work(plan, 0))
+    return count(program.works(plan, 0, 0)) > count(stage_ops(plan, 0))
 
 
 def step_program(change) -> Program:
@@ -328,7 +328,7 @@ def test_exact_numerics_with_a_library_all_reduce_are_another_order_and_nothing_
     def works(plan, stage, tp_rank):
         return [
             replace(work, forward=tuple(library_sum(work.forward))) if work.layer == "layers.1.mlp.down" else work
-            for work in stage_work(plan, stage, tp_rank)
+            for work in stage_ops(plan, stage, tp_rank)
         ]
 
     def library_sum(ops):

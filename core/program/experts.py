@@ -1,88 +1,40 @@
-"""The MLP of a layer: dense, or a router with experts and shared experts."""
+"""Tokens on their way to experts and back, on one rank, with every expert taking an equal share of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from ..base.reduction import maximal_nodes
 from ..layout.routed_tokens import RoutedTokens
-from ..model.roles import Role
+from ..model.operators import Operator
 from .expert_tokens import routed_tokens
-from .linear import column, row
-from .router import router_work
 from .tensors import Tensors
-from .work import PARTIAL_BYTES, Collective, LayerWork, Operations, Product, scattered_bytes
+from .work import PARTIAL_BYTES, Collective, Op, Operations, scattered_bytes
 
 COUNT_BYTES = 8
 """How many copies go to an expert, as int64."""
 
 
-def mlp_work(tensors: Tensors, prefix: str, *, moe: bool) -> tuple[LayerWork, ...]:
-    """The MLP of one layer, from the normed hidden state to the sum over its parts."""
-    if not moe:
-        return _dense(tensors, prefix, Role.UP, Role.DOWN, "ffn")
-    works = (router_work(tensors, prefix), *_experts(tensors, prefix))
-    if not tensors.plan.model.num_shared_experts:
-        return works
-    return (*works, *_dense(tensors, prefix, Role.SHARED_UP, Role.SHARED_DOWN, "shared_ffn"))
+def dispatch(tensors: Tensors, operator: Operator, layer: str) -> Op:
+    """A copy of each of a rank's tokens goes to each of the token's experts.
 
-
-def _dense(
-    tensors: Tensors, prefix: str, up: Role, down: Role, feature: Literal["ffn", "shared_ffn"]
-) -> tuple[LayerWork, ...]:
-    leaves = tensors.plan.leaf_sizes.feature(feature)
-    return (
-        column(tensors, prefix, up, leaves, 2 if tensors.plan.model.gated else 1),
-        row(tensors, prefix, down, leaves, 1),
-    )
-
-
-def _experts(tensors: Tensors, prefix: str) -> tuple[LayerWork, ...]:
-    """Dispatch, the two products of the local experts, and combine, with every expert taking an
-    equal share of the tokens.
-
-    A rank sends a copy of each of its tokens to each of the token's experts; with expert tensor parallelism the members
-    of `etp` bring what they were sent together, and each computes with its part of the experts' width (Megatron-Core's
-    all-to-all dispatcher; Liu et al. 2025, MoE Parallel Folding, arXiv 2504.14960, section 3.2). The backward goes the
-    same way back. Where tensor-parallel ranks all hold the same tokens, each sends an even part of them, and the
-    results and gradients of all parts are gathered.
+    With expert tensor parallelism the members of `etp` bring what they were sent together, and each computes with its
+    part of the experts' width (Megatron-Core's all-to-all dispatcher; Liu et al. 2025, MoE Parallel Folding, arXiv
+    2504.14960, section 3.2). The backward goes the same way back. Where tensor-parallel ranks all hold the same tokens,
+    each sends an even part of them, and the results and gradients of all parts are gathered.
     """
-    plan, model, layout = tensors.plan, tensors.plan.model, tensors.plan.layout
-    up, down, dispatch, combine = (
-        role.named(prefix) for role in (Role.EXPERTS_UP, Role.EXPERTS_DOWN, Role.DISPATCH, Role.COMBINE)
-    )
-    count = model.num_experts // layout.ep
-    m, h = -(-tensors.tokens * model.experts_per_token * layout.expert_tp // (tensors.tp * count)), model.hidden_size
-    leaves = plan.leaf_sizes.feature("expert_ffn")
-    lo, hi = leaves.owned_items(layout.expert_tp, tensors.tp_rank % layout.expert_tp)
-    f = hi - lo
-    g = f * (2 if model.gated else 1)
-    sent = _Sent(tensors, routed_tokens(plan))
-    hidden, weights = h * tensors.element_bytes, model.experts_per_token * PARTIAL_BYTES
+    sent = _Sent(tensors, routed_tokens(tensors.plan))
+    forward = (*sent.counts(layer), *sent.to_experts(layer))
+    return Op(layer, operator.role, forward, (*sent.from_experts(layer), *sent.hidden_states(layer)), ())
 
-    def product(layer: str, m: int, n: int, k: int) -> Operations:
-        return (Product(layer, m, n, k, count, grouped=True),)
 
-    return (
-        LayerWork(
-            dispatch,
-            Role.DISPATCH,
-            (*sent.counts(dispatch), *sent.to_experts(dispatch)),
-            (*sent.from_experts(dispatch), *sent.gathered(dispatch, hidden)),
-            (),
-        ),
-        LayerWork(up, Role.EXPERTS_UP, product(up, m, g, h), product(up, m, h, g), product(up, g, h, m)),
-        LayerWork(down, Role.EXPERTS_DOWN, product(down, m, h, f), product(down, m, f, h), product(down, f, h, m)),
-        LayerWork(
-            combine,
-            Role.COMBINE,
-            (*sent.from_experts(combine), *sent.gathered(combine, hidden)),
-            (*sent.to_experts(combine), *sent.gathered(combine, weights)),
-            (),
-        ),
-    )
+def combine(tensors: Tensors, operator: Operator, layer: str) -> Op:
+    """What the experts make of the copies comes back; backward also the gradients of the weights with which the
+    results were added up."""
+    sent, weights = _Sent(tensors, routed_tokens(tensors.plan)), tensors.plan.model.experts_per_token * PARTIAL_BYTES
+    forward = (*sent.from_experts(layer), *sent.hidden_states(layer))
+    return Op(layer, operator.role, forward, (*sent.to_experts(layer), *sent.gathered(layer, weights)), ())
 
 
 @dataclass(frozen=True)
@@ -149,6 +101,10 @@ class _Sent:
         if self.tensors.tp == 1 or self.tensors.plan.layout.sequence_parallel:
             return ()
         return (self.tensors.tp_collective(layer, "all_gather", self.num_tokens * token_bytes * (self.tensors.tp - 1)),)
+
+    def hidden_states(self, layer: str) -> Operations:
+        """The same of hidden states."""
+        return self.gathered(layer, self.tensors.plan.model.hidden_size * self.tensors.element_bytes)
 
     def _exchanged(self, layer: str) -> Operations:
         ep = self.tensors.plan.layout.ep
