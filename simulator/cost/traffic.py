@@ -8,9 +8,12 @@ are tokens times width, and every kernel reads its inputs and writes its outputs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ...core.model.operators import Kind, Operator, layer_operators
+from ...core.model.roles import Role
 from ...core.model.rotary import rotary_growth
 from ...core.plan.plan import Plan
 from ...core.program import Group
@@ -114,32 +117,31 @@ def group_traffic(plan: Plan, profile: Profile, group: Group) -> Mapping[str, Tr
             return {"head": head_traffic(plan, profile)}
         case "mtp":
             return {
-                **layer_traffic(plan, profile, moe=plan.model.is_moe),
+                **layer_traffic(plan, profile, plan.model.num_layers + group.layer),
                 "embedding": embedding_traffic(plan, profile) + _norms(plan, profile),
                 "head": head_traffic(plan, profile),
             }
         case _:
-            return layer_traffic(plan, profile, moe=group.kind == "moe")
+            return layer_traffic(plan, profile, group.layer)
 
 
-def layer_traffic(plan: Plan, profile: Profile, *, moe: bool) -> Mapping[str, Traffic]:
+def layer_traffic(plan: Plan, profile: Profile, layer: int) -> Mapping[str, Traffic]:
     """The pieces of one transformer layer by the names of `recompute.modules`, with `residual` and
     `attention` for the rest."""
+    by_role = {operator.role: operator for operator in layer_operators(plan.model, layer)}
     pieces = {
         "norm": _norms(plan, profile),
         "residual": _residuals(plan, profile),
-        "attention": _attention(plan, profile),
+        "attention": _attention(plan, profile, by_role.values()),
     }
-    if moe:
-        routing = _routing(plan) + (_expert_biases(plan, profile) if plan.model.bias else Traffic())
-        pieces |= {
-            "moe_act": _activation(plan, profile, _routed_tokens(plan) * plan.model.expert_width),
-            "moe": routing,
-        }
-        if plan.model.num_shared_experts:
-            pieces["shared_experts"] = _mlp(plan, profile, plan.model.shared_expert_width)
-    else:
-        pieces["mlp"] = _mlp(plan, profile, plan.model.ffn_hidden_size)
+    if experts := by_role.get(Role.EXPERTS_ACTIVATION):
+        routing = _routing(plan)
+        if by_role[Role.EXPERTS_UP].bias:
+            routing += _expert_biases(plan, profile, experts)
+        pieces |= {"moe_act": _activation(plan, profile, _routed_tokens(plan) * experts.makes.size), "moe": routing}
+    for module, role in (("shared_experts", Role.SHARED_ACTIVATION), ("mlp", Role.ACTIVATION)):
+        if dense := by_role.get(role):
+            pieces[module] = _mlp(plan, profile, dense.makes.size)
     return pieces
 
 
@@ -163,7 +165,7 @@ def _residuals(plan: Plan, profile: Profile) -> Traffic:
     )
 
 
-def _attention(plan: Plan, profile: Profile) -> Traffic:
+def _attention(plan: Plan, profile: Profile, operators: Iterable[Operator]) -> Traffic:
     """Rotation of queries and keys and norms of heads (read and write), the copy of the context where
     scores are unfused; backward the same, the gradients of queries, keys and values put together, and the
     sums of bias gradients."""
@@ -172,8 +174,10 @@ def _attention(plan: Plan, profile: Profile) -> Traffic:
     queries, values = unit * model.num_heads * model.head_dim, unit * model.num_heads * model.value_head_dim
     keys = unit * model.num_kv_heads * (model.head_dim + model.value_head_dim)
     rotated = queries + keys / 2
-    if model.is_mla:  # position parts only, but head by head they are put together with the rest in new tensors
-        latent = sizes.own_tokens * sizes.element * (model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim)
+    attention = itertools.takewhile(lambda operator: operator.role is not Role.MLP_NORM, operators)
+    low_rank = sum(each.makes.size for each in attention if each.kind is Kind.LINEAR and each.axis is None)
+    if low_rank:  # position parts only, but head by head they are put together with the rest in new tensors
+        latent = sizes.own_tokens * sizes.element * low_rank
         return Traffic(
             2 * (queries + keys) + 2 * latent, 6, 2 * (queries + keys) + 3 * latent + 2 * (queries + keys), 8
         )
@@ -235,11 +239,12 @@ def _routing(plan: Plan) -> Traffic:
     )
 
 
-def _expert_biases(plan: Plan, profile: Profile) -> Traffic:
+def _expert_biases(plan: Plan, profile: Profile, activation: Operator) -> Traffic:
     """Sums of the experts' bias gradients, and their results' biases where the stack adds those in steps."""
     model, copies = plan.model, _routed_tokens(plan)
-    up = (2 if model.gated else 1) * model.expert_width
-    sums = Traffic(backward_bytes=copies * (up + model.hidden_size) * _Sizes(plan).element, backward_kernels=2)
+    sums = Traffic(
+        backward_bytes=copies * (activation.takes.size + model.hidden_size) * _Sizes(plan).element, backward_kernels=2
+    )
     if not profile.expert_bias_in_steps:
         return sums
     local = model.num_experts // plan.layout.ep

@@ -30,12 +30,12 @@ GPT, LLAMA = model_preset("gpt3-175b"), model_preset("llama3-8b")
 
 
 def total(plan: Plan, profile) -> Traffic:
-    return sum(layer_traffic(plan, profile, moe=plan.model.is_moe).values(), Traffic())
+    return sum(layer_traffic(plan, profile, plan.model.num_layers - 1).values(), Traffic())
 
 
 def test_a_gpt_layer_moves_ten_hidden_states_and_two_mlp_states_forward():
     sbh = 2048 * 12288 * 2
-    found = layer_traffic(plan(GPT), MEGATRON, moe=False)
+    found = layer_traffic(plan(GPT), MEGATRON, 0)
     assert found["norm"].forward_bytes == 2 * 2 * sbh
     assert found["residual"].forward_bytes == 2 * 3 * sbh
     assert found["mlp"].forward_bytes == 2 * 4 * sbh
@@ -44,14 +44,14 @@ def test_a_gpt_layer_moves_ten_hidden_states_and_two_mlp_states_forward():
 
 def test_dropout_adds_one_byte_a_mask_element_and_its_backward():
     sbh = 2048 * 12288
-    plain, dropped = (layer_traffic(plan(GPT), profile, moe=False)["residual"] for profile in (MEGATRON, OLD))
+    plain, dropped = (layer_traffic(plan(GPT), profile, 0)["residual"] for profile in (MEGATRON, OLD))
     assert dropped.forward_bytes - plain.forward_bytes == 2 * sbh
     assert dropped.backward_bytes - plain.backward_bytes == 2 * 5 * sbh
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_sequence_parallelism_divides_norms_and_residuals_by_tp_and_nothing_else(tp):
-    whole, cut = (layer_traffic(plan(GPT, Layout(tp=tp, sequence_parallel=on)), OLD, moe=False) for on in (False, True))
+    whole, cut = (layer_traffic(plan(GPT, Layout(tp=tp, sequence_parallel=on)), OLD, 0) for on in (False, True))
     for name in ("norm", "residual"):
         assert cut[name].forward_bytes == whole[name].forward_bytes / tp
     assert cut["mlp"].forward_bytes == whole["mlp"].forward_bytes
@@ -80,7 +80,7 @@ def test_context_parallelism_divides_all_traffic():
 
 def test_a_moe_layer_permutes_every_copy_of_a_token():
     mixtral = plan(model_preset("mixtral-8x7b"))
-    moe = layer_traffic(mixtral, MEGATRON, moe=True)["moe"].forward_bytes
+    moe = layer_traffic(mixtral, MEGATRON, 0)["moe"].forward_bytes
     sbh, copies = 2048 * 4096 * 2, 2
     scores = 4 * 2048 * 8 * 8
     assert moe == 2 * (sbh + copies * sbh) + 4 * copies * sbh + scores
@@ -90,7 +90,7 @@ def test_a_moe_layer_permutes_every_copy_of_a_token():
 def test_experts_cut_over_four_ranks_reorder_the_tokens_of_all_four(sequence_parallel, gathered):
     mixtral = plan(model_preset("mixtral-8x7b"), Layout(tp=4, sequence_parallel=sequence_parallel))
     own = 2048 // (4 if sequence_parallel else 1)
-    moe = layer_traffic(mixtral, MEGATRON, moe=True)["moe"].forward_bytes
+    moe = layer_traffic(mixtral, MEGATRON, 0)["moe"].forward_bytes
     sbh, copies = own * 4096 * 2, 2
     assert moe == 2 * (sbh + copies * sbh) + 4 * copies * sbh * gathered + 4 * own * 8 * 8
 
@@ -98,7 +98,7 @@ def test_experts_cut_over_four_ranks_reorder_the_tokens_of_all_four(sequence_par
 def test_a_squared_relu_in_two_kernels_moves_twice_the_bytes_forward_and_20_for_6_backward():
     nemotron = plan(model_preset("nemotron4-15b"))
     fused, eager = (
-        layer_traffic(nemotron, profile, moe=False)["mlp"] for profile in (MEGATRON, PROFILES["nemo-25.02"])
+        layer_traffic(nemotron, profile, 0)["mlp"] for profile in (MEGATRON, PROFILES["nemo-25.02"])
     )
     elements = 2048 * nemotron.model.ffn_hidden_size
     assert (fused.forward_bytes, fused.backward_bytes) == (4 * elements, 6 * elements)
@@ -123,7 +123,7 @@ def test_biases_of_experts_are_summed_everywhere_and_added_in_steps_by_megatron(
     )
     copies, hidden = 2048 * 2, 4096
     for profile, forward, backward in ((EAGER, 0, 0), (MEGATRON, 28, 40)):
-        less, more = (layer_traffic(each, profile, moe=True)["moe"] for each in (bare, biased))
+        less, more = (layer_traffic(each, profile, 0)["moe"] for each in (bare, biased))
         sums = copies * (2 * 14336 + hidden) * 2
         assert more.forward_bytes - less.forward_bytes == forward * copies * hidden
         assert more.backward_bytes - less.backward_bytes == backward * copies * hidden + sums
@@ -132,7 +132,7 @@ def test_biases_of_experts_are_summed_everywhere_and_added_in_steps_by_megatron(
 def test_megatron_rotates_in_steps_where_yarn_scales_queries_and_keys():
     stretched = replace(LLAMA, rope_scaling="yarn", rope_factor=32.0)
     elements = 2048 * (32 + 8) * 128  # of queries and keys
-    plain, scaled = (layer_traffic(plan(model), MEGATRON, moe=False)["attention"] for model in (LLAMA, stretched))
+    plain, scaled = (layer_traffic(plan(model), MEGATRON, 0)["attention"] for model in (LLAMA, stretched))
     assert scaled.forward_bytes == 24 * elements and plain.forward_bytes == 2 * 2 * elements
     compiled = PROFILES["xla"]
-    assert layer_traffic(plan(stretched), compiled, moe=False) == layer_traffic(plan(LLAMA), compiled, moe=False)
+    assert layer_traffic(plan(stretched), compiled, 0) == layer_traffic(plan(LLAMA), compiled, 0)
