@@ -26,7 +26,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ...core.base.errors import PlanError
-from ...core.model.parameters import Parameter, layer_prefix
+from ...core.model.blocks import layer_prefix
+from ...core.model.parameters import Parameter
 from ...core.plan.plan import Plan
 from ..base.microbatch import Microbatch
 from ..gradients.gradients import ExpertCopies

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.model.parameters import layer_prefix
+from ...core.model.blocks import layer_prefix
 from ..base.autograd import Function
 from ..tensor_parallel import ColumnParallelLinear, HeadNorm, LayerContext, RowParallelLinear, recomputed
 from .attention_core import AttentionCore

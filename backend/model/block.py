@@ -8,8 +8,8 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from ...core.base.errors import PlanError
+from ...core.model.blocks import layer_prefix
 from ...core.model.model import ModelSpec
-from ...core.model.parameters import layer_prefix
 from ..numerics import Numerics
 from ..numerics.tokens import OwnedTokens
 from ..tensor_parallel import (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.model.parameters import layer_prefix
+from ...core.model.blocks import layer_prefix
 from ..tensor_parallel import LayerContext, recomputed
 from ..tensor_parallel.exchange import Exchange, Outgoing, TokenExchange
 from ..tensor_parallel.expert_linear import ExpertDown, ExpertUp

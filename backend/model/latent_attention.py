@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...core.model.parameters import layer_prefix
+from ...core.model.blocks import layer_prefix
 from ...core.model.rotary import attention_scale
 from ..tensor_parallel import (
     ColumnParallelLinear,

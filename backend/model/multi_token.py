@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.model.parameters import TOKEN_TABLE, layer_prefix, mtp_prefix
+from ...core.model.blocks import layer_prefix, mtp_prefix
+from ...core.model.parameters import TOKEN_TABLE
 from ..numerics import Scalar
 from ..tensor_parallel import (
     ColumnParallelLinear,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...core.base.errors import PlanError, named
 from ...core.layout.stage_parameters import stage_parameters
 from ...core.layout.stages import StageLayers
-from ...core.model.parameters import layer_prefix
+from ...core.model.blocks import layer_prefix
 from ...core.plan.plan import Plan
 
 INSTEAD: Sequence[tuple[tuple[type[nn.Module], ...], str]] = (

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.model.blocks import layer_prefix
 from ...core.model.model import ModelSpec
-from ...core.model.parameters import expert_bias_name, layer_prefix
+from ...core.model.parameters import expert_bias_name
 from ..base.microbatch import Microbatch
 from ..numerics import Numerics
 from ..numerics.base import Scalar

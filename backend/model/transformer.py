@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...core.layout.stages import StageLayers
-from ...core.model.parameters import TOKEN_TABLE, layer_prefix
+from ...core.model.blocks import layer_prefix
+from ...core.model.parameters import TOKEN_TABLE
 from ...core.plan.plan import Plan
 from ..base.microbatch import Microbatch
 from ..base.observe import Observer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.base.reduction import cut
-from ...core.model.parameters import layer_prefix
+from ...core.model.blocks import layer_prefix
 from ...core.program import recomputes_whole
 from .context import LayerContext
 from .mappings import all_parts

@@ -6,15 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ..model.blocks import stage_blocks
 from ..model.model import ModelSpec
-from ..model.parameters import (
-    TOKEN_TABLE,
-    Parameter,
-    embedding_parameters,
-    head_parameters,
-    layer_parameters,
-    mtp_parameters,
-)
+from ..model.parameters import TOKEN_TABLE, Parameter, block_parameters, token_table
 from .stages import StageLayers
 
 
@@ -41,15 +35,10 @@ class Usage:
 def stage_parameters(model: ModelSpec, stage: StageLayers) -> tuple[Parameter, ...]:
     """The parameters a stage holds, in canonical order. A token table that the head or multi-token prediction uses lies
     on the first and on the last stage."""
-    found: list[Parameter] = list(embedding_parameters(model)) if stage.embedding else []
-    for layer in stage.layers:
-        found += layer_parameters(model, layer)
-    if stage.head:
-        for depth in range(model.num_mtp_layers):
-            found += mtp_parameters(model, depth)
-        found += head_parameters(model)
-        if model.shares_table and not stage.embedding:
-            found.append(next(embedding_parameters(model)))
+    blocks = stage_blocks(model, stage.layers, embedding=stage.embedding, head=stage.head)
+    found = [parameter for block in blocks for parameter in block_parameters(model, block)]
+    if model.shares_table and stage.head and not stage.embedding:
+        found.append(token_table(model))
     return tuple(found)
 
 

@@ -67,7 +67,7 @@ class Operator:
     passes through those of its own. A linear operator `ends` the half of a layer whose result is added to the residual
     stream; its weights start smaller. `carries` more numbers of each token come along with the input of a linear
     operator, which does not multiply them (the rotary key that all heads share). `fp32` operators have fp32 operands
-    whatever the precision.
+    whatever the precision. The weights of a `shared` operator are those of another one.
     """
 
     role: Role
@@ -79,6 +79,14 @@ class Operator:
     ends: bool = False
     carries: int = 0
     fp32: bool = False
+    shared: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # sizes and prices are kept by operators, and looked up often
+        return hash((self.role, self.kind, self.takes, self.makes, self.carries))
 
     @cached_property
     def axis(self) -> Feature | None:
@@ -126,22 +134,23 @@ def embedding_operators(model: ModelSpec) -> tuple[Operator, ...]:
 
 def prediction_operators(model: ModelSpec) -> tuple[Operator, ...]:
     """What a module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21-23) has before
-    its transformer layer: norms of the hidden state and of the next token's embedding, and the projection of both."""
+    its transformer layer: the embedding of the next token, norms of that and of the hidden state, and the projection of
+    both. The projection is held whole, each rank multiplying its own tokens."""
     hidden, both = Width(model.hidden_size), Width(2 * model.hidden_size)
     return (
+        Operator(Role.TOKENS, Kind.LOOK_UP, Width(1, "vocab", model.vocab_size), hidden, shared=True),
         Operator(Role.EMBEDDING_NORM, Kind.NORM, hidden, hidden),
         Operator(Role.HIDDEN_NORM, Kind.NORM, hidden, hidden),
         Operator(Role.PROJECTION, Kind.LINEAR, both, hidden),
     )
 
 
-def head_operators(model: ModelSpec, norm: Role = Role.HEAD_NORM) -> tuple[Operator, ...]:
-    """Norm, output product over the vocabulary, cross-entropy; a module of multi-token prediction has its own `norm`
-    before them."""
+def head_operators(model: ModelSpec, norm: Role, *, shared: bool) -> tuple[Operator, ...]:
+    """Norm, output product over the vocabulary, cross-entropy."""
     hidden, vocabulary = Width(model.hidden_size), Width(1, "vocab", model.vocab_size)
     return (
         Operator(norm, Kind.NORM, hidden, hidden),
-        Operator(Role.HEAD, Kind.LINEAR, hidden, vocabulary),
+        Operator(Role.HEAD, Kind.LINEAR, hidden, vocabulary, shared=shared),
         Operator(Role.LOSS, Kind.CROSS_ENTROPY, vocabulary, Width(1)),
     )
 

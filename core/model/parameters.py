@@ -10,16 +10,16 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .model import ModelSpec
-from .operators import (
-    Feature,
-    Kind,
-    Operator,
-    embedding_operators,
-    head_operators,
-    layer_operators,
-    prediction_operators,
+from .blocks import (
+    Block,
+    embedding_block,
+    head_block,
+    layer_prefix,
+    model_blocks,
+    prediction_blocks,
 )
+from .model import ModelSpec
+from .operators import Feature, Kind, Operator, layer_operators
 from .roles import Role
 
 TOKEN_TABLE = "embedding.tokens.weight"
@@ -58,51 +58,42 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def layer_prefix(layer: int) -> str:
-    """`layers.3` for the names of a transformer layer's parameters and operations."""
-    return f"layers.{layer}"
-
-
 def embedding_parameters(model: ModelSpec) -> Iterator[Parameter]:
     """Token table, and the position table where positions are learned."""
-    yield from _parameters_of(model, embedding_operators(model))
+    return block_parameters(model, embedding_block(model))
+
+
+def token_table(model: ModelSpec) -> Parameter:
+    """The first of them."""
+    return next(embedding_parameters(model))
 
 
 def layer_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:
-    """One transformer layer. Residual outputs start at 0.02/sqrt(2L) (GPT-2, section 2.3)."""
-    yield from _parameters_of(model, layer_operators(model, layer), layer_prefix(layer))
-
-
-def mtp_prefix(depth: int) -> str:
-    """`mtp.0` for the names of a multi-token-prediction module's parameters and operations, but for
-    its transformer layer's."""
-    return f"mtp.{depth}"
+    """One transformer layer, those of multi-token prediction counting on."""
+    return operator_parameters(model, layer_operators(model, layer), layer_prefix(layer))
 
 
 def mtp_parameters(model: ModelSpec, depth: int) -> Iterator[Parameter]:
     """One module of multi-token prediction (DeepSeek-V3, section 2.2): norms of both inputs, their projection, a
-    transformer layer, which is numbered after the model's own, and the norm before the output head. Token table and
-    head are the model's."""
-    norm, *_ = head_operators(model, Role.OUTPUT_NORM)
-    yield from _parameters_of(model, prediction_operators(model), mtp_prefix(depth))
-    yield from layer_parameters(model, model.num_layers + depth)
-    yield from _parameters_of(model, (norm,), mtp_prefix(depth))
+    transformer layer, and the norm before the output head. Token table and head are the model's."""
+    for block in prediction_blocks(model)[3 * depth : 3 * (depth + 1)]:
+        yield from block_parameters(model, block)
 
 
 def head_parameters(model: ModelSpec) -> Iterator[Parameter]:
     """Final norm, and the output table unless it is tied to the token table."""
-    tied = model.tied_embeddings
-    yield from _parameters_of(model, (each for each in head_operators(model) if not (tied and each.role is Role.HEAD)))
+    return block_parameters(model, head_block(model))
 
 
 def parameters(model: ModelSpec) -> Iterator[Parameter]:
     """All parameters of the model in canonical order, tied tensors once."""
-    yield from embedding_parameters(model)
-    for layer in range(model.num_layers):
-        yield from layer_parameters(model, layer)
-    for depth in range(model.num_mtp_layers):
-        yield from mtp_parameters(model, depth)
-    yield from head_parameters(model)
+    for block in model_blocks(model):
+        yield from block_parameters(model, block)
+
+
+def block_parameters(model: ModelSpec, block: Block) -> Iterator[Parameter]:
+    """Those of one block."""
+    return operator_parameters(model, block.operators, block.prefix)
 
 
 def count_parameters(model: ModelSpec) -> int:
@@ -112,17 +103,18 @@ def count_parameters(model: ModelSpec) -> int:
 
 def count_active_parameters(model: ModelSpec) -> int:
     """Those that one token passes through: all but the experts it does not take, multi-token prediction included."""
-    experts = sum(parameter.num_elements for parameter in parameters(model) if parameter.expert)
-    idle = experts // model.num_experts * (model.num_experts - model.experts_per_token) if model.is_moe else 0
-    return count_parameters(model) - idle
+    idle = model.num_experts - model.experts_per_token
+    experts = (parameter for parameter in parameters(model) if parameter.expert)
+    return count_parameters(model) - sum(each.num_elements // model.num_experts * idle for each in experts)
 
 
 def expert_biases(model: ModelSpec) -> Iterator[Parameter]:
     """What training changes without a gradient, fp32, whole on every rank: the bias of the experts of every router
     (`ModelSpec.expert_bias`). They are among no model's `parameters`."""
     if model.expert_bias:
-        for layer in range(model.first_dense_layers, model.num_layers + model.num_mtp_layers):
-            yield Parameter(expert_bias_name(layer), (model.num_experts,), constant=0.0, decay=False)
+        for block in model_blocks(model):
+            if any(operator.role is Role.ROUTER for operator in block.operators):
+                yield Parameter(expert_bias_name(block.layer), (model.num_experts,), constant=0.0, decay=False)
 
 
 def expert_bias_name(layer: int) -> str:
@@ -130,8 +122,11 @@ def expert_bias_name(layer: int) -> str:
     return f"{layer_prefix(layer)}.mlp.router.expert_bias"
 
 
-def _parameters_of(model: ModelSpec, operators: Iterable[Operator], prefix: str = "") -> Iterator[Parameter]:
+def operator_parameters(model: ModelSpec, operators: Iterable[Operator], prefix: str = "") -> Iterator[Parameter]:
+    """The parameters of operators named behind `prefix`, without those that they share."""
     for operator in operators:
+        if operator.shared:
+            continue
         name = operator.role.named(prefix)
         match operator.kind:
             case Kind.LOOK_UP:

@@ -27,7 +27,7 @@ from .holdings import (
     rank_stages,
     stage_elements,
 )
-from .layers import Group, embedding_ops, group_ops, head_ops, layer_ops, mtp_ops, stage_groups, stage_ops
+from .layers import Group, block_ops, composition, group_ops, layer_ops, stage_groups, stage_ops
 from .recompute import recomputed_modules, recomputed_runs, recomputes_all, recomputes_whole, repeated_roles
 from .tensors import sequences_are_cut
 from .work import (
@@ -61,21 +61,20 @@ __all__ = [
     "Product",
     "Role",
     "activation_bytes",
+    "block_ops",
+    "composition",
     "copies_axis",
     "copies_do_the_same",
-    "embedding_ops",
     "finish_sequences",
     "gradient_bytes",
     "gradient_elements",
     "group_ops",
-    "head_ops",
     "held_elements",
     "held_gradients",
     "layer_ops",
     "load_batch",
     "local_elements",
     "message_bytes",
-    "mtp_ops",
     "num_copies",
     "num_shards",
     "operations",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..base.reduction import cut
 from ..layout.stage_parameters import Usage, stage_usages
-from ..model.parameters import TOKEN_TABLE, embedding_parameters
+from ..model.parameters import TOKEN_TABLE, token_table
 from .holdings import held_gradients, known_part, local_elements, num_routers, partial_elements
 from .open_kinds import open_kind
 from .tensors import sequences_are_cut
@@ -93,7 +93,7 @@ def _bucket_sizes(plan: Plan, stage: int, tp_rank: int) -> tuple[BucketSize, ...
     held, content = held_gradients(plan, stage, tp_rank), plan.stages[stage]
     tables: list[BucketSize] = []
     if plan.model.shares_table:
-        table = local_elements(plan, next(embedding_parameters(plan.model)), tp_rank)
+        table = local_elements(plan, token_table(plan.model), tp_rank)
         roles = (*(["output"] if content.head else []), *(["embedding"] if content.embedding else []))
         tables = [BucketSize(f"{TOKEN_TABLE}@{role}", table) for role in roles]
     routers = BucketSize(ROUTERS, router_elements(plan, stage))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..base.reduction import cut, maximal_nodes
 from ..layout.stage_parameters import stage_parameters
-from ..model.parameters import Parameter, embedding_parameters
+from ..model.parameters import Parameter, token_table
 from .buckets import (
     ROUTERS,
     BucketSize,
@@ -203,7 +203,7 @@ def exchanged_of_table(plan: Plan, pp_rank: int, tp_rank: int, copy: int) -> int
     """Elements of a table's sum that a rank sends to the other end of the model; 0 where it shares none."""
     if not tied_ends(plan, pp_rank):
         return 0
-    table = local_elements(plan, next(embedding_parameters(plan.model)), tp_rank)
+    table = local_elements(plan, token_table(plan.model), tp_rank)
     if not plan.layout.zero:
         return table
     # of each end that it holds a rank has a part of the sum

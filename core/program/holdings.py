@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..layout.leaves import LeafSizes
 from ..model.model import ModelSpec
-from ..model.parameters import (
-    Parameter,
-    embedding_parameters,
-    head_parameters,
-    layer_parameters,
-    mtp_parameters,
-)
+from ..model.operators import Operator
+from ..model.parameters import Parameter, operator_parameters, token_table
+from ..model.roles import Role
 from .layers import stage_groups
 
 if TYPE_CHECKING:
@@ -56,18 +51,16 @@ def _held(plan: Plan, stage: int, tp_rank: int) -> Held:
     content, model = plan.stages[stage], plan.model
     dense = expert = 0
     for group in stage_groups(plan, stage):
-        own = _part(model, plan.leaf_sizes, _grid(plan.layout), tp_rank, group.kind)
+        own = _part(model, group.operators, plan.leaf_sizes, _grid(plan.layout), tp_rank)
         dense, expert = dense + group.count * own.dense, expert + group.count * own.expert
     if content.head and not content.embedding and model.shares_table:
-        dense += local_elements(plan, next(embedding_parameters(model)), tp_rank)
+        dense += local_elements(plan, token_table(model), tp_rank)
     return Held(dense, expert)
 
 
 def num_routers(plan: Plan, stage: int) -> int:
     """Layers with experts of a stage, those of multi-token prediction among them."""
-    model, content = plan.model, plan.stages[stage]
-    ahead = range(model.num_layers, model.num_layers + model.num_mtp_layers) if content.head else ()
-    return sum(map(model.layer_is_moe, [*content.layers, *ahead]))
+    return sum(group.count * group.num(Role.ROUTER) for group in stage_groups(plan, stage))
 
 
 def held_gradients(plan: Plan, stage: int, tp_rank: int = 0) -> Held:
@@ -75,7 +68,7 @@ def held_gradients(plan: Plan, stage: int, tp_rank: int = 0) -> Held:
     one stage counts twice."""
     held, content = held_elements(plan, stage, tp_rank), plan.stages[stage]
     if plan.model.shares_table and content.embedding and content.head:
-        return Held(held.dense + local_elements(plan, next(embedding_parameters(plan.model)), tp_rank), held.expert)
+        return Held(held.dense + local_elements(plan, token_table(plan.model), tp_rank), held.expert)
     return held
 
 
@@ -106,7 +99,7 @@ def partial_elements(plan: Plan, stage: int) -> dict[KnownPart, int]:
     found: dict[KnownPart, int] = {}
     for kind in KNOWN_PARTS if split or model.qk_norm else ():
         parts = (
-            _elements_of(model, group.kind, kind, split, plan.numerics.mode == "exact")
+            _elements_of(model, group.operators, kind, split, plan.numerics.mode == "exact")
             for group in stage_groups(plan, stage)
         )
         counts = [group.count for group in stage_groups(plan, stage)]
@@ -178,33 +171,18 @@ def _local(parameter: Parameter, leaf_sizes: LeafSizes, grid: _Grid, tp_rank: in
 
 
 @lru_cache(maxsize=4096)
-def _part(model: ModelSpec, leaf_sizes: LeafSizes, grid: _Grid, tp_rank: int, kind: str) -> Held:
-    """What one part of a stage holds, by its kind."""
+def _part(model: ModelSpec, operators: tuple[Operator, ...], leaf_sizes: LeafSizes, grid: _Grid, tp_rank: int) -> Held:
+    """What one part of a stage holds."""
     held = [0, 0]
-    for parameter in _part_parameters(model, kind):
+    for parameter in operator_parameters(model, operators):
         held[parameter.expert] += _local(parameter, leaf_sizes, grid, tp_rank)
     return Held(*held)
 
 
 @lru_cache(maxsize=1024)
-def _elements_of(model: ModelSpec, kind: str, known: KnownPart, split: bool, exact: bool) -> int:
-    parts = _part_parameters(model, kind)
+def _elements_of(model: ModelSpec, operators: tuple[Operator, ...], known: KnownPart, split: bool, exact: bool) -> int:
     return sum(
         parameter.num_elements
-        for parameter in parts
+        for parameter in operator_parameters(model, operators)
         if known_part(parameter, sequence_parallel=split, exact=exact) == known
     )
-
-
-def _part_parameters(model: ModelSpec, kind: str) -> Iterator[Parameter]:
-    match kind:
-        case "embedding":
-            return embedding_parameters(model)
-        case "head":
-            return head_parameters(model)
-        case "mtp":
-            return mtp_parameters(model, 0)
-        case "moe":
-            return layer_parameters(model, model.first_dense_layers)
-        case _:
-            return layer_parameters(model, 0)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from ..base.reduction import cut
-from ..model.operators import (
-    Kind,
-    Operator,
-    embedding_operators,
-    head_operators,
-    layer_operators,
-    prediction_operators,
-)
-from ..model.parameters import layer_prefix, mtp_prefix
+from ..model.blocks import Block, embedding_block, head_block, layer_blocks, prediction_blocks, stage_blocks
+from ..model.operators import Kind, Operator
 from ..model.roles import Role
 from .attention import attention_core
 from .experts import combine, dispatch
@@ -32,16 +26,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """`count` parts of a stage that are equal but for their names; `layer` is the first of them, or the
-    number of the MTP module.
+    """`count` parts of a stage that are equal but for their names, of which `blocks` are the first: one block, or the
+    three of a module of multi-token prediction.
 
     `recomputed` means that only their input is kept.
     """
 
-    kind: Literal["embedding", "dense", "moe", "mtp", "head"]
+    blocks: tuple[Block, ...]
     count: int = 1
-    layer: int = 0
     recomputed: bool = False
+
+    @property
+    def kind(self) -> Literal["embedding", "layer", "prediction", "head"]:
+        """That of its first block."""
+        return self.blocks[0].kind
+
+    @cached_property
+    def operators(self) -> tuple[Operator, ...]:
+        """Those of its blocks."""
+        return tuple(operator for block in self.blocks for operator in block.operators)
+
+    def num(self, role: Role) -> int:
+        """How many operators of a role one of its parts has."""
+        return sum(operator.role is role for operator in self.operators)
+
+    @cached_property
+    def part(self) -> tuple[tuple[Operator, ...], bool]:
+        """What distinguishes one of its parts from those of other groups, names apart."""
+        return self.operators, self.recomputed
 
 
 def stage_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
@@ -49,61 +61,50 @@ def stage_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
     has priced the stage."""
     key = ("stage_groups", stage)
     if key not in plan.memo:
-        plan.memo[key] = _groups(plan, stage)
+        plan.memo[key] = tuple(_groups(plan, stage))
     found: tuple[Group, ...] = plan.memo[key]
     return found
 
 
-def _groups(plan: Plan, stage: int) -> tuple[Group, ...]:
+def _groups(plan: Plan, stage: int) -> Iterator[Group]:
     content, model = plan.stages[stage], plan.model
-    first, last = content.first_layer, content.last_layer
-    groups = [Group("embedding")] if content.embedding else []
-    runs = recomputed_runs(plan, first, last)
-    moe_start = max(first, min(model.first_dense_layers, last)) if model.is_moe else last
-    bounds = sorted({first, *itertools.chain(*runs), moe_start, last})
-    for lo, hi in itertools.pairwise(bounds):
-        recomputed = any(start <= lo < end for start, end in runs)
-        groups.append(Group("moe" if lo >= moe_start else "dense", hi - lo, lo, recomputed))
+    if content.embedding:
+        yield Group((embedding_block(model),))
+    runs = recomputed_runs(plan, content.first_layer, content.last_layer)
+
+    def kind(block: Block) -> tuple[tuple[Operator, ...], bool]:
+        return block.operators, any(start <= block.layer < end for start, end in runs)
+
+    own = layer_blocks(model)[content.first_layer : content.last_layer]
+    for (_, recomputed), equal in itertools.groupby(own, kind):
+        first, *others = equal
+        yield Group((first,), 1 + len(others), recomputed)
     if content.head:
-        if model.num_mtp_layers:
-            groups.append(Group("mtp", model.num_mtp_layers, 0, recomputes_all(plan)))
-        groups.append(Group("head"))
-    return tuple(groups)
+        if modules := prediction_blocks(model):
+            yield Group(modules[:3], len(modules) // 3, recomputes_all(plan))
+        yield Group((head_block(model),))
+
+
+def composition(groups: Iterable[Group]) -> tuple[object, ...]:
+    """Equal for stages that hold as many parts of each kind."""
+    return tuple((group.part, group.count) for group in groups)
 
 
 def group_ops(plan: Plan, group: Group, tp_rank: int = 0) -> tuple[Op, ...]:
-    """The layers of the first part of a group, in forward order."""
-    match group.kind:
-        case "embedding":
-            return embedding_ops(plan, tp_rank)
-        case "head":
-            return head_ops(plan, tp_rank)
-        case "mtp":
-            return mtp_ops(plan, group.layer, tp_rank)
-        case _:
-            return layer_ops(plan, group.layer, tp_rank)
+    """What a rank does of the first part of a group, in forward order."""
+    return tuple(op for block in group.blocks for op in block_ops(plan, block, tp_rank))
 
 
 def stage_ops(plan: Plan, stage: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[Op, ...]:
-    """The layers of a stage in forward order."""
+    """What a rank does of a stage, in forward order."""
     tp_rank = _first_with_same_cut(plan, tp_rank)
     key = ("stage_ops", stage, tp_rank, cp_rank)
     if key not in plan.memo:
-        plan.memo[key] = _stage_ops(plan, stage, tp_rank, cp_rank)
+        content = plan.stages[stage]
+        blocks = stage_blocks(plan.model, content.layers, embedding=content.embedding, head=content.head)
+        plan.memo[key] = tuple(op for block in blocks for op in block_ops(plan, block, tp_rank, cp_rank))
     found: tuple[Op, ...] = plan.memo[key]
     return found
-
-
-def _stage_ops(plan: Plan, stage: int, tp_rank: int, cp_rank: int) -> tuple[Op, ...]:
-    content = plan.stages[stage]
-    ops: list[Op] = list(embedding_ops(plan, tp_rank)) if content.embedding else []
-    for layer in content.layers:
-        ops += layer_ops(plan, layer, tp_rank, cp_rank)
-    if content.head:
-        for depth in range(plan.model.num_mtp_layers):
-            ops += mtp_ops(plan, depth, tp_rank, cp_rank)
-        ops += head_ops(plan, tp_rank)
-    return tuple(ops)
 
 
 def _first_with_same_cut(plan: Plan, tp_rank: int) -> int:
@@ -112,7 +113,7 @@ def _first_with_same_cut(plan: Plan, tp_rank: int) -> int:
     Only dense layers of fast numerics are compared, by the sizes they are made of: of exact sums
     every rank has other nodes.
     """
-    if plan.numerics.mode == "exact" or plan.model.is_moe:
+    if plan.numerics.mode == "exact" or plan.model.num_experts:
         return tp_rank
     if "tp_shares" not in plan.memo:
         plan.memo["tp_shares"] = [_share(plan, each) for each in range(plan.layout.tp)]
@@ -127,40 +128,19 @@ def _share(plan: Plan, tp_rank: int) -> tuple[int, ...]:
     return (tokens, *(hi - lo for lo, hi in (*spans, cut(tokens * plan.model.hidden_size, tp, tp_rank))))
 
 
-def embedding_ops(plan: Plan, tp_rank: int = 0, prefix: str = "") -> tuple[Op, ...]:
-    """Token lookup, and that of positions."""
-    return _on_rank(Tensors(plan, tp_rank), embedding_operators(plan.model), prefix)
-
-
 def layer_ops(plan: Plan, layer: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[Op, ...]:
-    """One transformer layer: attention, then a dense MLP or one with experts. Layers of one `Group`
-    differ in their names only."""
+    """What a rank does of one transformer layer, those of multi-token prediction counting on."""
+    later = layer - plan.model.num_layers
+    block = layer_blocks(plan.model)[layer] if later < 0 else prediction_blocks(plan.model)[3 * later + 1]
+    return block_ops(plan, block, tp_rank, cp_rank)
+
+
+def block_ops(plan: Plan, block: Block, tp_rank: int = 0, cp_rank: int = 0) -> tuple[Op, ...]:
+    """What a rank does of one block, operators left out that neither multiply nor send."""
     tensors = Tensors(plan, tp_rank, cp_rank)
-    ops = _on_rank(tensors, layer_operators(plan.model, layer), layer_prefix(layer))
-    return with_recomputation(tensors, layer, ops)
-
-
-def mtp_ops(plan: Plan, depth: int, tp_rank: int = 0, cp_rank: int = 0) -> tuple[Op, ...]:
-    """One module of multi-token prediction: the embedding of the next token joins the hidden state through a projection
-    of both, then come a transformer layer and the model's own output head."""
-    model, prefix = plan.model, mtp_prefix(depth)
-    return (
-        *embedding_ops(plan, tp_rank, prefix),
-        *_on_rank(Tensors(plan, tp_rank), prediction_operators(model), prefix),
-        *layer_ops(plan, model.num_layers + depth, tp_rank, cp_rank),
-        *head_ops(plan, tp_rank, prefix),
-    )
-
-
-def head_ops(plan: Plan, tp_rank: int = 0, prefix: str = "") -> tuple[Op, ...]:
-    """Output product over the local vocabulary, and the cross-entropy over the cut one."""
-    return _on_rank(Tensors(plan, tp_rank), head_operators(plan.model), prefix)
-
-
-def _on_rank(tensors: Tensors, operators: Iterable[Operator], prefix: str) -> tuple[Op, ...]:
-    """What a rank does of operators, those left out that neither multiply nor send."""
-    ops = (_op(tensors, operator, operator.role.named(prefix)) for operator in operators)
-    return tuple(op for op in ops if op is not None)
+    ops = (_op(tensors, operator, operator.role.named(block.prefix)) for operator in block.operators)
+    found = tuple(op for op in ops if op is not None)
+    return with_recomputation(tensors, block.layer, found) if block.kind == "layer" else found
 
 
 def _op(tensors: Tensors, operator: Operator, layer: str) -> Op | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..base.reduction import cut
-from ..model.parameters import layer_prefix
+from ..model.blocks import layer_prefix
 from ..model.roles import Role
 from .tensors import Tensors
 from .work import Op

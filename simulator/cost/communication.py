@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ...core.plan.plan import Plan
 from ...core.program import (
     Collective,
-    Group,
     Held,
+    composition,
     copies_axis,
     gradient_bytes,
     held_elements,
@@ -260,11 +260,6 @@ def _spreads_of(plan: Plan, known: dict[tuple[object, ...], Spreads]) -> Spreads
     if key not in known:
         known[key] = Spreads(plan)
     return known[key]
-
-
-def composition(groups: tuple[Group, ...]) -> tuple[object, ...]:
-    """Equal for stages that hold as many parts of each kind."""
-    return tuple((group.kind, group.count, group.recomputed) for group in groups)
 
 
 def distinct_share(places: int, choices: int) -> float:

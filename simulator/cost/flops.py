@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from ...core.model.blocks import Block, model_blocks
 from ...core.model.model import ModelSpec
-from ...core.model.operators import Operator, head_operators, layer_operators, prediction_operators
+from ...core.model.operators import Operator, layer_operators
 from ...core.model.roles import Role
 from ...core.plan.plan import Plan
 from ...core.program import recomputed_runs, recomputes_all, repeated_roles
@@ -33,11 +34,10 @@ def step_flops(plan: Plan) -> StepFlops:
     = 4h. `hardware` adds one forward of what is recomputed, attention counted in full.
     """
     model, tokens = plan.model, plan.batch.global_size * plan.batch.sequence
-    core = core_flops_per_token(model, plan.batch.sequence) * (model.num_layers + model.num_mtp_layers)
-    linear = sum(layer_flops_per_token(model, layer) * count for layer, count in _layer_counts(model))
-    heads = flops_per_token(model, head_operators(model)) * (1 + model.num_mtp_layers)
-    projections = flops_per_token(model, prediction_operators(model)) * model.num_mtp_layers
-    needed = 3.0 * tokens * (linear + core + heads + projections)
+    blocks = model_blocks(model)
+    core = core_flops_per_token(model, plan.batch.sequence) * sum(block.kind == "layer" for block in blocks)
+    linear = sum(flops_per_token(model, operators) * count for operators, count in _counted(blocks))
+    needed = 3.0 * tokens * (linear + core)
     return StepFlops(
         model=needed,
         model_causal=needed - 1.5 * tokens * core,
@@ -63,30 +63,27 @@ def core_flops_per_token(model: ModelSpec, sequence: int) -> int:
     return 2 * sequence * model.num_heads * (model.head_dim + model.value_head_dim)
 
 
-def _layer_counts(model: ModelSpec) -> Iterator[tuple[int, int]]:
-    """(a layer, how many that follow are like it), multi-token prediction included."""
-    last = model.num_layers + model.num_mtp_layers
-    for _, run in groupby(range(last), lambda layer: layer_operators(model, layer)):
-        first, *others = run
-        yield first, 1 + len(others)
+def _counted(blocks: Iterable[Block]) -> Iterator[tuple[tuple[Operator, ...], int]]:
+    """(operators, how many blocks in a row have them)."""
+    for operators, run in groupby(blocks, lambda block: block.operators):
+        yield operators, sum(1 for _ in run)
 
 
 def _recomputed_per_token(plan: Plan) -> int:
     """Forward FLOPs per token that the backward pass repeats."""
-    model, sequence = plan.model, plan.batch.sequence
-    core = core_flops_per_token(model, sequence)
+    model = plan.model
+    core = core_flops_per_token(model, plan.batch.sequence)
+    layers = [block for block in model_blocks(model) if block.kind == "layer"]
     if plan.recompute.mode == "full":
-        if recomputes_all(plan):
-            return sum((layer_flops_per_token(model, layer) + core) * count for layer, count in _layer_counts(model))
         runs = [run for stage in plan.stages for run in recomputed_runs(plan, stage.first_layer, stage.last_layer)]
-        return sum(layer_flops_per_token(model, layer) + core for lo, hi in runs for layer in range(lo, hi))
-    repeated, layers = repeated_roles(plan), model.num_layers + model.num_mtp_layers
-    total = layers * core if Role.CORE in repeated else 0
+        again = layers if recomputes_all(plan) else [layers[i] for lo, hi in runs for i in range(lo, hi)]
+        return sum((flops_per_token(model, operators) + core) * count for operators, count in _counted(again))
+    repeated = repeated_roles(plan)
+    total = len(layers) * core if Role.CORE in repeated else 0
     every_second = plan.recompute.mode == "selective" and PROFILES[plan.runtime.profile].selective_operators
-    for layer, count in _layer_counts(model):
+    for operators, count in _counted(layers):
         if every_second:
-            total += count * 2 * second_weights(model, layer_operators(model, layer))
+            total += count * 2 * second_weights(model, operators)
         else:
-            again = (operator for operator in layer_operators(model, layer) if operator.role in repeated)
-            total += count * flops_per_token(model, again)
+            total += count * flops_per_token(model, (each for each in operators if each.role in repeated))
     return total

@@ -14,9 +14,12 @@ from functools import cached_property
 
 from ...core.layout.stage_parameters import stage_parameters
 from ...core.model.model import ModelSpec
+from ...core.model.operators import Kind, Operator
 from ...core.model.parameters import Parameter
+from ...core.model.roles import Role
 from ...core.plan.plan import Plan
-from ...core.program import Collective, Group, Op, Operation, Product, Role, group_ops
+from ...core.program import Collective, Group, Op, Operation, Product, group_ops, stage_groups
+from ...core.program.tensors import Tensors
 from ..compute.host_kernels import Variant, attention_head_s, host_product_s, kernel_s
 from ..engine.seconds import NOTHING, Seconds
 from .blocks import COMPONENT_OF_AXIS, Block, Part
@@ -31,6 +34,12 @@ BACKWARD_FUNCTIONS = 16
 CUTS_INPUT = (Role.ATTENTION_OUTPUT, Role.DOWN)
 """Layers whose input features are cut; all other products cut output features."""
 
+COUNTED = (
+    *(Role.TOKENS, Role.POSITIONS, Role.ATTENTION_NORM, Role.QKV, Role.CORE, Role.ATTENTION_OUTPUT),
+    *(Role.MLP_NORM, Role.UP, Role.ACTIVATION, Role.DOWN, Role.HEAD_NORM, Role.HEAD, Role.LOSS),
+)
+"""Operators whose kernels were measured."""
+
 GATED = Role.UP
 """The layer whose two halves, gate and up-projection, are multiplied one after the other."""
 
@@ -43,10 +52,15 @@ def is_host(plan: Plan) -> bool:
     """
     if not plan.cluster.kernel_curve or plan.runtime.profile != "shardproof":
         return False
-    model, layout = plan.model, plan.layout
-    plain = not (model.is_moe or model.is_mla or model.num_mtp_layers or model.qk_norm or model.qkv_bias)
+    layout, groups = plan.layout, (group for stage in plan.stages for group in stage_groups(plan, stage.stage))
+    plain = all(is_counted(operator) for group in groups for operator in group.operators)
     whole = not (layout.sequence_parallel or layout.zero) and layout.cp == layout.ep == 1
     return plain and whole and plan.precision.dtype == "fp32" and plan.recompute.mode == "none"
+
+
+def is_counted(operator: Operator) -> bool:
+    """Whether the kernels of an operator are counted here."""
+    return operator.role in COUNTED
 
 
 def rate_share(plan: Plan) -> float:
@@ -61,16 +75,17 @@ def host_block(plan: Plan, group: Group, collective_s: Callable[[Collective], fl
     pricer = _HostPricer(plan, collective_s)
     works = group_ops(plan, group)
     tokens = pricer.tokens
-    if group.kind == "dense":
+    operators = group.operators
+    if group.kind == "layer":
         layer = f"layer_{'gated' if plan.model.gated else 'plain'}"
-        forward = pricer.kernels([(layer, 1, 1)]) + pricer.kernels(tokens.forward(group.kind), beyond_least=True)
+        forward = pricer.kernels([(layer, 1, 1)]) + pricer.kernels(tokens.forward(operators), beyond_least=True)
         backward = pricer.kernels([(f"{layer}_backward", 1, 1)]) + pricer.kernels(
-            tokens.backward(group.kind), beyond_least=True
+            tokens.backward(operators), beyond_least=True
         )
-        weight = pricer.kernels(tokens.weight(group.kind), beyond_least=True)
+        weight = pricer.kernels(tokens.weight(operators), beyond_least=True)
     else:
-        forward, backward = pricer.kernels(tokens.forward(group.kind)), pricer.kernels(tokens.backward(group.kind))
-        weight = pricer.kernels(tokens.weight(group.kind))
+        forward, backward = pricer.kernels(tokens.forward(operators)), pricer.kernels(tokens.backward(operators))
+        weight = pricer.kernels(tokens.weight(operators))
     meetings = {"forward": 0, "input": 0}
     for work in works:
         forward += pricer.part(work, "forward")
@@ -226,57 +241,70 @@ class _Kernels:
     def vocabulary(self) -> int:
         return self.plan.leaf_sizes.vocab.owned_items(self.plan.layout.tp, 0)[1]
 
-    def forward(self, kind: str) -> Iterator[tuple[str, float, float]]:
+    def forward(self, operators: Iterable[Operator]) -> Iterator[tuple[str, float, float]]:
         """A forward."""
-        match kind:
-            case "embedding":
-                yield from [("add", self.hidden, 1), ("add", self.tokens, 1), ("function", 1, 1)]
-                if self.is_cut:  # tokens of other ranks are looked up as token 0 and made zero
-                    yield from [("add", self.tokens, 6), ("add_", self.hidden, 1)]
-                if self.model.position == "learned":
+        for operator in operators:
+            match operator.kind:
+                case Kind.LOOK_UP if operator.axis is None:
                     yield "add", self.hidden, 2
-            case "head":
-                yield from [*self._norm(), ("function", 1, 3), ("add", self.tokens, 8)]
-                if self.is_cut:
-                    yield from [
-                        ("row_mean", self.logits, 2),
-                        ("add", self.logits, 1),
-                        ("exp", self.logits, 1),
-                        ("add", self.tokens, 14),
-                    ]
-                else:
-                    yield "cross_entropy", self.logits, 1
-            case _:
-                yield from [*self._norm(), *self._norm(), ("add", self.hidden, 2)]
-                yield from [*self._attention(), *self._activation(), *self._bias("add_")]
+                case Kind.LOOK_UP:
+                    yield from [("add", self.hidden, 1), ("add", self.tokens, 1), ("function", 1, 1)]
+                    if self.is_cut:  # tokens of other ranks are looked up as token 0 and made zero
+                        yield from [("add", self.tokens, 6), ("add_", self.hidden, 1)]
+                case Kind.NORM:
+                    yield from self._norm()
+                case Kind.LINEAR if operator.bias:
+                    yield "add_", self._made(operator), 1
+                case Kind.ATTEND:
+                    yield from self._attention()
+                case Kind.ACTIVATE:
+                    yield from self._activation()
+                case Kind.CROSS_ENTROPY:
+                    yield from [("function", 1, 3), ("add", self.tokens, 8)]
+                    if self.is_cut:
+                        yield from [("row_mean", self.logits, 2), ("add", self.logits, 1), ("exp", self.logits, 1)]
+                        yield "add", self.tokens, 14
+                    else:
+                        yield "cross_entropy", self.logits, 1
+            if operator.ends:
+                yield "add", self.hidden, 1
 
-    def backward(self, kind: str) -> Iterator[tuple[str, float, float]]:
+    def backward(self, operators: Iterable[Operator]) -> Iterator[tuple[str, float, float]]:
         """An input gradient."""
-        match kind:
-            case "embedding":
-                yield "function_backward_16", 1, 1
-            case "head":
-                yield from [*self._norm_backward(), ("function_backward_16", 1, 3)]
-                if self.is_cut:
-                    yield from [("add", self.logits, 1), ("add", self.tokens, 7)]
-                else:
-                    yield "cross_entropy_backward", self.logits, 1
-            case _:
-                yield from [*self._norm_backward(), *self._norm_backward(), ("add_", self.hidden, 2)]
-                yield from [*self._attention_backward(), *self._activation_backward()]
+        for operator in operators:
+            match operator.kind:
+                case Kind.LOOK_UP if operator.axis is not None:
+                    yield "function_backward_16", 1, 1
+                case Kind.NORM:
+                    yield from self._norm_backward()
+                case Kind.ATTEND:
+                    yield from self._attention_backward()
+                case Kind.ACTIVATE:
+                    yield from self._activation_backward()
+                case Kind.CROSS_ENTROPY:
+                    yield "function_backward_16", 1, 3
+                    if self.is_cut:
+                        yield from [("add", self.logits, 1), ("add", self.tokens, 7)]
+                    else:
+                        yield "cross_entropy_backward", self.logits, 1
+            if operator.ends:
+                yield "add_", self.hidden, 1
 
-    def weight(self, kind: str) -> Iterator[tuple[str, float, float]]:
+    def weight(self, operators: Iterable[Operator]) -> Iterator[tuple[str, float, float]]:
         """Weight gradients other than those of products."""
-        h = self.model.hidden_size
-        match kind:
-            case "embedding":
-                tables = [self.vocabulary * h] + [self.model.max_positions * h] * (self.model.position == "learned")
-                for elements in tables:  # zeros, a row for every token, and the sum over microbatches
-                    yield from [("add_", elements, 0.5 + self.sums), ("add", self.hidden, 1)]
-            case "head":
-                yield from self._norm_weight()
-            case _:
-                yield from [*self._norm_weight(), *self._norm_weight(), *self._bias("token_sum")]
+        for operator in operators:
+            match operator.kind:
+                case Kind.LOOK_UP:  # zeros, a row for every token, and the sum over microbatches
+                    table = (operator.takes.size if operator.axis is None else self.vocabulary) * self.model.hidden_size
+                    yield from [("add_", table, 0.5 + self.sums), ("add", self.hidden, 1)]
+                case Kind.NORM:
+                    yield from self._norm_weight()
+                case Kind.LINEAR if operator.bias:
+                    yield "token_sum", self._made(operator), 1
+
+    def _made(self, operator: Operator) -> int:
+        """Elements that an operator makes on this rank."""
+        return self.tokens * Tensors(self.plan, 0).held(operator.makes)
 
     @property
     def is_cut(self) -> bool:
@@ -309,20 +337,6 @@ class _Kernels:
         if self.model.norm == "layernorm":
             return [("add", self.hidden, 3), ("token_sum", self.hidden, 2), ("add_", h, 2 * self.sums)]
         return [("layer_norm_backward", self.hidden, 1), ("add", self.tokens, 1), ("add_", h, self.sums)]
-
-    def _bias(self, kernel: str) -> Kernels:
-        """Additions of the biases to the four products of a layer, or the sums of their gradients over tokens."""
-        if not self.model.bias:
-            return []
-        return [
-            (kernel, self.queries + 2 * self.keys, 1),
-            (kernel, self.hidden, 2),
-            (kernel, self.units * self._halves, 1),
-        ]
-
-    @property
-    def _halves(self) -> int:
-        return 2 if self.model.gated else 1
 
     def _attention(self) -> Iterator[tuple[str, float, float]]:
         """Queries, keys and values taken apart, turned where they lie or made contiguous; repeated; the core and

@@ -16,6 +16,7 @@ import numpy as np
 from ...core.program import (
     Collective,
     Group,
+    composition,
     copies_axis,
     finish_sequences,
     group_ops,
@@ -31,7 +32,7 @@ from ..engine.contention import Traffic
 from ..engine.seconds import NOTHING, Seconds, on_grid
 from ..stack.delayed_scaling import AMAX_CALLS, amax_reduction, update_s
 from .blocks import COMPONENT_OF_AXIS, Block, BlockPricer, Part
-from .communication import CommunicationPricing, Place, composition
+from .communication import CommunicationPricing, Place
 from .expert_load import loaded_traffic, loaded_work
 from .host_blocks import host_block, host_check_s, host_flatten_s, host_step_s
 from .host_cores import core_loads, skew_s
@@ -267,8 +268,7 @@ class Pricing(CommunicationPricing):
 
     def _block(self, group: Group, place: Place, sums_gradients: bool = True) -> Block:
         key: tuple[object, ...] = (
-            group.kind,
-            group.recomputed,
+            group.part,
             sums_gradients,
             self._inner_spreads(place),
             self._of_host,

@@ -8,11 +8,10 @@ are tokens times width, and every kernel reads its inputs and writes its outputs
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...core.model.operators import Kind, Operator, layer_operators
+from ...core.model.operators import Operator
 from ...core.model.roles import Role
 from ...core.model.rotary import rotary_growth
 from ...core.plan.plan import Plan
@@ -115,24 +114,24 @@ def group_traffic(plan: Plan, profile: Profile, group: Group) -> Mapping[str, Tr
             return {"embedding": embedding_traffic(plan, profile)}
         case "head":
             return {"head": head_traffic(plan, profile)}
-        case "mtp":
+        case "prediction":
             return {
-                **layer_traffic(plan, profile, plan.model.num_layers + group.layer),
+                **layer_traffic(plan, profile, group.operators),
                 "embedding": embedding_traffic(plan, profile) + _norms(plan, profile),
                 "head": head_traffic(plan, profile),
             }
-        case _:
-            return layer_traffic(plan, profile, group.layer)
+        case "layer":
+            return layer_traffic(plan, profile, group.operators)
 
 
-def layer_traffic(plan: Plan, profile: Profile, layer: int) -> Mapping[str, Traffic]:
+def layer_traffic(plan: Plan, profile: Profile, operators: Iterable[Operator]) -> Mapping[str, Traffic]:
     """The pieces of one transformer layer by the names of `recompute.modules`, with `residual` and
     `attention` for the rest."""
-    by_role = {operator.role: operator for operator in layer_operators(plan.model, layer)}
+    by_role = {operator.role: operator for operator in operators}
     pieces = {
         "norm": _norms(plan, profile),
         "residual": _residuals(plan, profile),
-        "attention": _attention(plan, profile, by_role.values()),
+        "attention": _attention(plan, profile, by_role),
     }
     if experts := by_role.get(Role.EXPERTS_ACTIVATION):
         routing = _routing(plan)
@@ -165,7 +164,7 @@ def _residuals(plan: Plan, profile: Profile) -> Traffic:
     )
 
 
-def _attention(plan: Plan, profile: Profile, operators: Iterable[Operator]) -> Traffic:
+def _attention(plan: Plan, profile: Profile, by_role: Mapping[Role, Operator]) -> Traffic:
     """Rotation of queries and keys and norms of heads (read and write), the copy of the context where
     scores are unfused; backward the same, the gradients of queries, keys and values put together, and the
     sums of bias gradients."""
@@ -174,8 +173,7 @@ def _attention(plan: Plan, profile: Profile, operators: Iterable[Operator]) -> T
     queries, values = unit * model.num_heads * model.head_dim, unit * model.num_heads * model.value_head_dim
     keys = unit * model.num_kv_heads * (model.head_dim + model.value_head_dim)
     rotated = queries + keys / 2
-    attention = itertools.takewhile(lambda operator: operator.role is not Role.MLP_NORM, operators)
-    low_rank = sum(each.makes.size for each in attention if each.kind is Kind.LINEAR and each.axis is None)
+    low_rank = sum(by_role[role].makes.size for role in (Role.QUERIES_DOWN, Role.KEYS_DOWN) if role in by_role)
     if low_rank:  # position parts only, but head by head they are put together with the rest in new tensors
         latent = sizes.own_tokens * sizes.element * low_rank
         return Traffic(

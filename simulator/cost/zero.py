@@ -45,7 +45,7 @@ def alone_s(plan: Plan, stage: int, ring_s: float) -> float:
 def units(plan: Plan, stage: int, held: Held) -> Held:
     """Elements of the dense weights of one block of a stage and of its experts, on average, as they are gathered:
     together where experts are on all ranks, apart where they are cut over ranks."""
-    blocks = sum(group.count for group in stage_groups(plan, stage) if group.kind not in ("embedding", "head"))
+    blocks = sum(group.count for group in stage_groups(plan, stage) if group.kind in ("layer", "prediction"))
     tables = round(table_share(plan, stage, sum(held)) * sum(held))
     dense, expert = (held.dense - tables) // max(1, blocks), held.expert // max(1, blocks)
     return Held(dense, expert) if plan.layout.ep > 1 else Held(dense + expert, 0)

@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from ...core.model.operators import layer_operators
+from ...core.model.blocks import Block, layer_blocks
+from ...core.model.operators import Operator
 from ...core.plan.plan import Plan
-from ...core.program import Group, stage_groups
+from ...core.program import Group, composition, stage_groups
 from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
 from .own import own_nodes, own_reduce_bytes, own_step_bytes
 from .own_zero import backward_bytes, gathering_bytes
@@ -41,11 +42,11 @@ def stage_activation_bytes(plan: Plan) -> list[int]:
 def layer_activation_bytes(plan: Plan, layer: int = 0) -> int:
     """Bytes one microbatch keeps of one transformer layer."""
     tensors = LayerTensors(plan, memory_profile(plan))
-    return _layer_memory(tensors, layer, recomputed=plan.recompute.mode == "full").retained_bytes
+    return _layer_memory(tensors, layer_blocks(plan.model)[layer], plan.recompute.mode == "full").retained_bytes
 
 
-_Parts = dict[tuple[str, bool], TapeMemory]
-"""(kind of a group, whether it is recomputed) -> the tape of one of its parts."""
+_Parts = dict[tuple[tuple[Operator, ...], bool], TapeMemory]
+"""`Group.part` -> its tape."""
 
 
 class _SamePlan:
@@ -81,12 +82,7 @@ def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
     by_composition: dict[tuple[object, ...], StageSizes] = {}
     found = []
     for content in plan.stages:
-        dense = (
-            min(max(plan.model.first_dense_layers - content.first_layer, 0), len(content.layers))
-            if plan.model.is_moe
-            else 0
-        )
-        key = (len(content.layers), dense, content.embedding, content.head, len(plan.placement.ranks[content.stage]))
+        key = (composition(stage_groups(plan, content.stage)), len(plan.placement.ranks[content.stage]))
         if key not in by_composition:
             by_composition[key] = _sizes_of(plan, tensors, content.stage, parts)
         found.append(by_composition[key])
@@ -104,10 +100,9 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> S
     """The sizes of one stage; `parts` collects the tapes of its parts for the stages that follow."""
     tape, profile = EMPTY, tensors.profile
     for group in stage_groups(plan, stage):
-        part = group.kind, group.recomputed
-        if part not in parts:
-            parts[part] = _part_memory(tensors, group)
-        tape = tape + parts[part].times(group.count)
+        if group.part not in parts:
+            parts[group.part] = _part_memory(tensors, group)
+        tape = tape + parts[group.part].times(group.count)
     if profile.separate_gradients:
         whole, weight = (
             backward_bytes(plan, stage, num_bytes) for num_bytes in (tape.backward_bytes, tape.weight_bytes)
@@ -147,15 +142,16 @@ def _part_memory(tensors: LayerTensors, group: Group) -> TapeMemory:
             return _tape(tensors, tuple(embedding_nodes(tensors)))
         case "head":
             return _tape(tensors, tuple(head_nodes(tensors)))
-        case "mtp":
-            layer = _layer_memory(tensors, tensors.plan.model.num_layers + group.layer, recomputed=group.recomputed)
-            return _tape(tensors, tuple(mtp_nodes(tensors))) + layer
-        case _:
-            return _layer_memory(tensors, group.layer, recomputed=group.recomputed)
+        case "prediction":
+            _, layer, _ = group.blocks
+            return _tape(tensors, tuple(mtp_nodes(tensors))) + _layer_memory(tensors, layer, group.recomputed)
+        case "layer":
+            (layer,) = group.blocks
+            return _layer_memory(tensors, layer, group.recomputed)
 
 
-def _layer_memory(tensors: LayerTensors, layer: int, *, recomputed: bool) -> TapeMemory:
-    nodes = layer_nodes(tensors, layer_operators(tensors.plan.model, layer))
+def _layer_memory(tensors: LayerTensors, layer: Block, recomputed: bool) -> TapeMemory:
+    nodes = layer_nodes(tensors, layer.operators)
     return _tape(tensors, full_recompute(nodes, tensors.hidden, tensors.retained_input) if recomputed else nodes)
 
 

@@ -4,15 +4,17 @@ buffers that never go away."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from ...core.layout.layout import Layout
 from ...core.layout.leaves import LeafSizes
 from ...core.model.model import ModelSpec
-from ...core.model.parameters import Parameter, layer_parameters, mtp_parameters
+from ...core.model.operators import Operator
+from ...core.model.parameters import Parameter, operator_parameters
+from ...core.model.roles import Role
 from ...core.plan.plan import Plan
-from ...core.program import Held, held_elements, held_gradients, num_shards, weight_bytes
+from ...core.program import Group, Held, held_elements, held_gradients, num_shards, stage_groups, weight_bytes
 from ...core.program.buckets import sums_are_sharded
 from .profiles import MemoryProfile
 from .tensors import LayerTensors, rotary_table_bytes
@@ -89,8 +91,8 @@ def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *
         if plan.layout.zero >= 2 and not profile.separate_gradients:
             total += LAYERS_IN_FLIGHT * layer * profile.gradient_bytes(plan.precision.dtype)
     if profile.workspace_bytes:
-        moe = any(plan.model.layer_is_moe(layer) for content in contents for layer in content.layers)
-        total += profile.workspace_bytes * (1 + (profile.grouped_workspaces if moe else 0))
+        own = (group for stage in stages for group in stage_groups(plan, stage) if group.kind == "layer")
+        total += profile.workspace_bytes * (1 + profile.grouped_workspaces * any(map(has_experts, own)))
     if any(content.head for content in contents):
         total += profile.head_workspace_bytes + (
             LayerTensors(plan, profile).gathered if profile.head_gather_buffer else 0
@@ -116,35 +118,39 @@ def _cut(held: Held, shards: Held, width: int, *, cut: bool) -> int:
     return sum(-(-count * width // (parts if cut else 1)) for count, parts in zip(held, shards, strict=True))
 
 
+def has_experts(group: Group) -> bool:
+    """Whether tokens go to experts in it."""
+    return group.num(Role.ROUTER) > 0
+
+
 def _unit_elements(plan: Plan, stage: int) -> int:
     """Elements of the heaviest layer of a stage, which is gathered and reduced as one."""
-    model, kinds = plan.model, {plan.model.layer_is_moe(layer) for layer in plan.stages[stage].layers}
-    return max((_layer_elements(model, plan.leaf_sizes, plan.layout, moe=moe) for moe in kinds), default=0)
+    layers = (group for group in stage_groups(plan, stage) if group.kind == "layer")
+    sizes = (_layer_elements(plan.model, group.operators, plan.leaf_sizes, plan.layout) for group in layers)
+    return max(sizes, default=0)
 
 
 @lru_cache(maxsize=256)
-def _layer_elements(model: ModelSpec, leaf_sizes: LeafSizes, layout: Layout, *, moe: bool) -> int:
+def _layer_elements(model: ModelSpec, operators: tuple[Operator, ...], leaf_sizes: LeafSizes, layout: Layout) -> int:
     """Elements of one layer on tensor-parallel rank 0. Experts are cut evenly over ep*etp."""
     return sum(
         parameter.num_elements // (layout.ep * layout.expert_tp)
         if parameter.expert
         else math.prod(part.stop - part.start for part in leaf_sizes.local_slices(parameter, layout.tp, 0))
-        for parameter in layer_parameters(model, model.first_dense_layers if moe else 0)
+        for parameter in operator_parameters(model, operators)
     )
 
 
 def _stage_shapes(plan: Plan, profile: MemoryProfile, stage: int) -> Iterator[tuple[int, int]]:
     """Local shapes of the weights whose gradients products add in place: every linear layer's but the router's."""
-    content, model = plan.stages[stage], plan.model
-    for moe in {model.layer_is_moe(layer) for layer in content.layers}:
-        yield from _shapes(plan, tuple(layer_parameters(model, model.first_dense_layers if moe else 0)))
-    if content.head:
-        if model.num_mtp_layers:
-            yield from _shapes(plan, tuple(mtp_parameters(model, 0)))
-        yield LayerTensors(plan, profile).vocabulary, model.hidden_size
+    for group in stage_groups(plan, stage):
+        if group.kind in ("layer", "prediction"):
+            yield from _shapes(plan, operator_parameters(plan.model, group.operators))
+    if plan.stages[stage].head:
+        yield LayerTensors(plan, profile).vocabulary, plan.model.hidden_size
 
 
-def _shapes(plan: Plan, parameters: tuple[Parameter, ...]) -> Iterator[tuple[int, int]]:
+def _shapes(plan: Plan, parameters: Iterable[Parameter]) -> Iterator[tuple[int, int]]:
     for parameter in parameters:
         if len(parameter.shape) < 2 or parameter.name.endswith(".bias") or ".router." in parameter.name:
             continue

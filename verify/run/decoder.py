@@ -15,7 +15,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...core.model.parameters import TOKEN_TABLE, layer_prefix, mtp_prefix
+from ...core.model.blocks import layer_prefix, mtp_prefix
+from ...core.model.parameters import TOKEN_TABLE
 from ...core.model.rotary import attention_scale, rotary_frequencies, rotary_growth
 from ...core.plan.plan import Plan
 from . import draws

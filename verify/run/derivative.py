@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.model.parameters import expert_bias_name, mtp_prefix, parameters
+from ...core.model.blocks import mtp_prefix
+from ...core.model.parameters import expert_bias_name, parameters
 from ...core.plan.plan import Plan
 from .decoder import Decoder, Inputs
 from .formulas import Array, chosen_experts, expert_loads, router_losses, router_scores

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...core.model.parameters import expert_bias_name, layer_prefix, mtp_prefix
+from ...core.model.blocks import layer_prefix, mtp_prefix
+from ...core.model.parameters import expert_bias_name
 from ...core.plan.plan import Plan
 from ..ledger.relations import in_bf16
 from .decoder import Decoder, Inputs

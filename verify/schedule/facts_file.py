@@ -17,7 +17,7 @@ from ...core.base.errors import ScheduleError, did_you_mean
 from ...core.base.files import TABLE_BYTES, read_text
 from ...core.base.names import is_plain
 from ...core.base.parsing import parse_toml
-from ...core.model.parameters import layer_prefix
+from ...core.model.blocks import layer_prefix
 from .calls import Calls, calls_from_csv
 from .facts import BUFFER_KINDS, ActivationMemory, Buffers, Facts, LayerHoldings, MessageFormats
 from .plan_facts import gradient_axes

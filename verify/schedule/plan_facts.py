@@ -10,7 +10,7 @@ import numpy as np
 from ...core.base.errors import ScheduleError
 from ...core.layout.stage_parameters import stage_parameters
 from ...core.layout.stages import StageLayers
-from ...core.model.parameters import layer_prefix
+from ...core.model.blocks import layer_prefix
 from ...core.plan.plan import Plan
 from ...core.program import (
     Collective,

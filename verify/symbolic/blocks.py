@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.layout.stages import StageLayers
+from ...core.model.blocks import layer_prefix, mtp_prefix
 from ...core.model.model import ModelSpec
-from ...core.model.parameters import Parameter, layer_parameters, layer_prefix, mtp_prefix
+from ...core.model.parameters import Parameter, layer_parameters
 from ...core.plan.plan import Plan
 from ...core.program import Op, Operations, recomputed_modules, recomputes_whole
 from .attention import GroupedAttention, LatentAttention

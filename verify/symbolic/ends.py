@@ -13,6 +13,7 @@ from ...core.model.parameters import (
     embedding_parameters,
     head_parameters,
     mtp_parameters,
+    token_table,
 )
 from ...core.program import Collective, Op, Operations, sequences_are_cut
 from .expressions import Expression, apply, exactly_summed, symbol
@@ -54,7 +55,7 @@ def multi_token(ranks: Ranks, works: Works, depth: int, prefix: str) -> Gradient
     def norm(name: str) -> list[Parameter]:
         return [parameter for parameter in parameters if parameter.name.startswith(f"{prefix}{name}.")]
 
-    table = Usage(next(embedding_parameters(ranks.plan.model)), "output")
+    table = Usage(token_table(ranks.plan.model), "output")
     hidden, embedded = ranks.hidden(symbol("x")), lookup(ranks, f"{prefix}embedding.tokens", works)
     weight = next(parameter for parameter in parameters if parameter.name == f"{prefix}projection.weight")
     projection = WholeLinear(ranks, f"{prefix}projection", Usage(weight), None)
@@ -105,7 +106,7 @@ def lookup_gradient(
 
 def _output_usage(ranks: Ranks) -> Usage:
     model = ranks.plan.model
-    table = next(embedding_parameters(model)) if model.tied_embeddings else list(head_parameters(model))[-1]
+    table = token_table(model) if model.tied_embeddings else list(head_parameters(model))[-1]
     return Usage(table, "output" if model.tied_embeddings else "")
 
 

@@ -20,8 +20,8 @@ from ...core.model.parameters import TOKEN_TABLE, Parameter
 from ...core.plan.plan import Plan
 from ...core.program import (
     Collective,
-    Op,
     Message,
+    Op,
     Operation,
     Operations,
     Product,

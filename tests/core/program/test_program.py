@@ -13,6 +13,7 @@ from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stage_parameters import stage_parameters, stage_usages
 from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.model.blocks import stage_blocks
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import TOKEN_TABLE, count_parameters
@@ -22,6 +23,7 @@ from shardproof.core.program import (
     Collective,
     Message,
     Product,
+    block_ops,
     gradient_elements,
     operations,
     own_token_parameters,
@@ -29,7 +31,6 @@ from shardproof.core.program import (
     stage_elements,
     stage_ops,
 )
-from shardproof.core.program.layers import _stage_ops as build
 from shardproof.core.schedule.action import Kind
 
 MODEL = ModelSpec(
@@ -81,7 +82,10 @@ def test_ranks_with_equal_shares_have_one_program_and_others_their_own(layout, r
     plan = plan_of(recompute=recompute, **layout)
     for stage in range(plan.layout.num_stages):
         works = [stage_ops(plan, stage, tp_rank) for tp_rank in range(plan.layout.tp)]
-        assert works == [build(plan, stage, tp_rank, 0) for tp_rank in range(plan.layout.tp)]
+        content = plan.stages[stage]
+        blocks = stage_blocks(plan.model, content.layers, embedding=content.embedding, head=content.head)
+        own = [[op for block in blocks for op in block_ops(plan, block, rank)] for rank in range(plan.layout.tp)]
+        assert works == [tuple(ops) for ops in own]
         assert all((one is other) == (one == other) for one in works for other in works)
 
 

@@ -23,10 +23,10 @@ from shardproof.core.program import (
     Message,
     Product,
     held_elements,
+    layer_ops,
     operations,
     own_token_parameters,
     stage_ops,
-    layer_ops,
 )
 from shardproof.core.schedule.action import Kind
 

@@ -17,12 +17,12 @@ from shardproof.core.program import (
     Held,
     Product,
     held_elements,
+    layer_ops,
     local_elements,
     num_copies,
     num_shards,
     operations,
     own_token_parameters,
-    layer_ops,
 )
 from shardproof.core.schedule.action import Kind
 
@@ -63,10 +63,7 @@ def sent(found, axis):
 
 def forward(plan, layer, part, tp_rank=0):
     return [
-        operation
-        for work in layer_ops(plan, layer, tp_rank)
-        if f".{part}" in work.layer
-        for operation in work.forward
+        operation for work in layer_ops(plan, layer, tp_rank) if f".{part}" in work.layer for operation in work.forward
     ]
 
 

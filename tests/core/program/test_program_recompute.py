@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from helpers.plans import product_plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.roles import Role
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Recompute
 from shardproof.core.program import (
     Collective,
-    Group,
     Product,
     group_ops,
     operations,
@@ -94,21 +94,23 @@ def test_what_is_recomputed_is_the_forward_of_the_part_and_changes_nothing_else(
 @pytest.mark.parametrize(("pp", "layers"), [(1, (0, 1, 4)), (2, (0, 1, 4)), (3, (1, 2, 5)), (2, ()), (6, (3,))])
 def test_full_recomputation_of_a_list_of_layers_repeats_those_and_no_others(pp, layers):
     plan = plan_of(MIXED, Recompute("full", layers=layers), pp=pp)
-    again = {
-        int(work.layer.split(".")[1]) for stage in range(pp) for work in stage_ops(plan, stage) if work.recomputed
-    }
+    again = {int(work.layer.split(".")[1]) for stage in range(pp) for work in stage_ops(plan, stage) if work.recomputed}
     assert again == set(layers) == {layer for layer in range(6) if recomputes_whole(plan, layer)}
     for stage in range(pp):
-        groups = [group for group in stage_groups(plan, stage) if group.kind in ("dense", "moe")]
-        spread = [(group.layer + i, group.kind, group.recomputed) for group in groups for i in range(group.count)]
-        expected = [(layer, "moe" if layer >= 2 else "dense", layer in layers) for layer in plan.stages[stage].layers]
+        groups = [group for group in stage_groups(plan, stage) if group.kind == "layer"]
+        spread = [
+            (group.blocks[0].layer + i, group.num(Role.ROUTER) > 0, group.recomputed)
+            for group in groups
+            for i in range(group.count)
+        ]
+        expected = [(layer, layer >= 2, layer in layers) for layer in plan.stages[stage].layers]
         assert spread == expected
 
 
 def test_a_list_of_layers_leaves_out_those_of_multi_token_prediction():
     plan = plan_of(recompute=Recompute("full", layers=tuple(range(6))))
     assert [layer for layer in range(8) if recomputes_whole(plan, layer)] == list(range(6))
-    assert [group.recomputed for group in stage_groups(plan, 0) if group.kind == "mtp"] == [False]
+    assert [group.recomputed for group in stage_groups(plan, 0) if group.kind == "prediction"] == [False]
 
 
 @pytest.mark.parametrize(
@@ -153,16 +155,22 @@ def test_limited_recomputation_counts_from_the_first_layer_of_uneven_and_empty_s
     assert [layer for layer in range(6) if recomputes_whole(plan, layer)] == [0, 1, 2, 5]
 
 
+def groups_of(plan, stage):
+    """(prefix of the first block or its kind, count, recomputed) of every group."""
+    groups = stage_groups(plan, stage)
+    return [(group.blocks[0].prefix or group.kind, group.count, group.recomputed) for group in groups]
+
+
 def test_a_stage_is_its_groups():
     plan = plan_of(recompute=Recompute("full", num_layers=3))
-    assert stage_groups(plan, 0) == (
-        Group("embedding"),
-        Group("dense", 2, 0, recomputed=True),
-        Group("moe", 1, 2, recomputed=True),
-        Group("moe", 3, 3),
-        Group("mtp", 2),
-        Group("head"),
-    )
+    assert groups_of(plan, 0) == [
+        ("embedding", 1, False),
+        ("layers.0", 2, True),
+        ("layers.2", 1, True),
+        ("layers.3", 3, False),
+        ("mtp.0", 2, False),
+        ("head", 1, False),
+    ]
 
 
 @given(
@@ -191,6 +199,7 @@ def nameless(operation):
 
 
 def test_layers_without_experts_are_dense_groups():
-    assert stage_groups(plan_of(DENSE), 0) == (Group("embedding"), Group("dense", 6), Group("head"))
-    assert stage_groups(plan_of(MIXED, stages="Ett|ttttL", pp=2), 0) == (Group("embedding"), Group("dense", 2))
-    assert stage_groups(plan_of(MIXED, stages="E|t*6|L", pp=3), 1) == (Group("dense", 2), Group("moe", 4, 2))
+    ends = ("embedding", 1, False), ("head", 1, False)
+    assert groups_of(plan_of(DENSE), 0) == [ends[0], ("layers.0", 6, False), ends[1]]
+    assert groups_of(plan_of(MIXED, stages="Ett|ttttL", pp=2), 0) == [ends[0], ("layers.0", 2, False)]
+    assert groups_of(plan_of(MIXED, stages="E|t*6|L", pp=3), 1) == [("layers.0", 2, False), ("layers.2", 4, False)]

@@ -14,6 +14,7 @@ from shardproof.benchmarks.published.row import Row
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.operators import layer_operators
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch, Precision, Runtime
 from shardproof.core.program import Product, Role
@@ -65,7 +66,7 @@ def test_two_copies_of_a_token_cross_to_two_nodes_three_quarters_as_often_once()
 def test_experts_cut_over_tensor_parallel_ranks_sort_what_these_have_gathered():
     layouts = (Layout(tp=4, dp=2, etp=etp, ep=2, sequence_parallel=True) for etp in (1, 4))
     plans = (Plan(MIXTRAL, B200, layout, Batch(2, 1, 4096), runtime=Runtime("megatron-te")) for layout in layouts)
-    whole, cut = (layer_traffic(plan, PROFILES["megatron-te"], 0)["moe"] for plan in plans)
+    whole, cut = (layer_traffic(plan, PROFILES["megatron-te"], layer_operators(plan.model, 0))["moe"] for plan in plans)
     copies = 4096 / 4 * 4096 * 2 * 2  # tokens of a rank, hidden, bytes, experts a token
     assert cut.forward_bytes - whole.forward_bytes == 4 * copies * (4 - 1)
     assert cut.backward_bytes - whole.backward_bytes == 4 * copies * (4 - 1)

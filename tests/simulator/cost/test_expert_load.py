@@ -105,11 +105,7 @@ def test_a_load_scales_the_experts_products_and_exchanges_and_nothing_else():
     )
     exchange, gather = Collective("", "all_to_all", "ep", 8, 1000), Collective("", "all_gather", "tp", 8, 1000)
     (work,) = loaded_work(
-        (
-            Op(
-                "layers.0", Role.EXPERTS_UP, (plain, expert, exchange), (expert, gather), (plain, transposed), (expert,)
-            ),
-        ),
+        (Op("layers.0", Role.EXPERTS_UP, (plain, expert, exchange), (expert, gather), (plain, transposed), (expert,)),),
         1.5,
     )
     assert work.forward == (plain, replace(expert, m=15), replace(exchange, sent_bytes=1500))

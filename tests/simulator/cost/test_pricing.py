@@ -47,7 +47,7 @@ def plan(
 
 def layer_of(plan: Plan):
     pricing = Pricing(plan)
-    (group,) = [group for group in pricing._groups[0] if group.kind in ("dense", "moe")]
+    (group,) = [group for group in pricing._groups[0] if group.kind == "layer"]
     return pricing._block(group, Place(0, 0))
 
 

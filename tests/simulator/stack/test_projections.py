@@ -11,7 +11,7 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Recompute
-from shardproof.core.program import Collective, Group, Product, Role, group_ops
+from shardproof.core.program import Collective, Product, Role, group_ops, layer_ops
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.communication import Place
 from shardproof.simulator.cost.flops import step_flops
@@ -57,15 +57,15 @@ def test_gradients_of_one_input_are_added_in_the_next_kernel_unless_ranks_reduce
 
 
 def test_by_operations_keys_output_and_up_are_repeated_and_nothing_else():
-    (work_group,) = [group for group in Pricing(plan())._groups[0] if group.kind == "dense"]
-    again = second_products(LLAMA, group_ops(plan(), work_group))
+    (layers,) = [group for group in Pricing(plan())._groups[0] if group.kind == "layer"]
+    again = second_products(LLAMA, group_ops(plan(), layers))
     repeated = {role: [op.n for op in found if isinstance(op, Product)] for role, found in again}
     assert repeated == {Role.QKV: [1024], Role.ATTENTION_OUTPUT: [4096], Role.UP: [14336]}
 
 
 def test_flops_of_the_step_count_what_is_repeated():
     chosen = plan(Recompute("selective", modules=("norm",)))
-    again = second_products(LLAMA, group_ops(chosen, Group("dense", 1)))
+    again = second_products(LLAMA, layer_ops(chosen, 0))
     repeated = sum(op.flops for _, found in again for op in found if isinstance(op, Product))
     flops = step_flops(chosen)
     assert flops.hardware - flops.model == LLAMA.num_layers * repeated
@@ -73,7 +73,7 @@ def test_flops_of_the_step_count_what_is_repeated():
 
 def test_tokens_of_tensor_parallel_ranks_are_gathered_again_but_sums_are_kept():
     cut = plan(layout=Layout(tp=8, sequence_parallel=True))
-    again = second_products(LLAMA, group_ops(cut, Group("dense", 1)))
+    again = second_products(LLAMA, layer_ops(cut, 0))
     collectives = [op.op for _, found in again for op in found if isinstance(op, Collective)]
     assert collectives == ["all_gather", "all_gather"]
 
@@ -81,7 +81,7 @@ def test_tokens_of_tensor_parallel_ranks_are_gathered_again_but_sums_are_kept():
 def seconds(recompute: Recompute | None = None, **more) -> float:
     pricing = Pricing(plan(recompute, **more))
     return pricing._block(
-        next(group for group in pricing._groups[0] if group.kind == "dense"), Place(0, 0)
+        next(group for group in pricing._groups[0] if group.kind == "layer"), Place(0, 0)
     ).backward.seconds.total_s
 
 
