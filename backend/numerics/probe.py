@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.base.findings import Finding
+from ...core.model.blocks import model_blocks
+from ...core.model.operators import Kind
 from ...core.model.parameters import Parameter, parameters
 from ...core.plan.plan import Plan
 from ..base.optimizer import Held, ShardedAdamW
@@ -161,9 +163,9 @@ def _attention_and_gradients(inputs: Sequence[Tensor], end: int) -> list[Tensor]
 
 def _norm_rows(plan: Plan, device: torch.device) -> int:
     """Rows of every width that the model norms."""
-    model = plan.model
-    widths = {model.hidden_size, model.head_dim if model.qk_norm else 0, model.q_lora_rank, model.kv_lora_rank}
-    return sum(_norm_rows_of(plan, device, width) for width in widths if width)
+    operators = (operator for block in model_blocks(plan.model) for operator in block.operators)
+    widths = {operator.makes.size for operator in operators if operator.kind is Kind.NORM}
+    return sum(_norm_rows_of(plan, device, width) for width in sorted(widths))
 
 
 def _norm_rows_of(plan: Plan, device: torch.device, hidden: int) -> int:

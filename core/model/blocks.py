@@ -49,6 +49,11 @@ def model_blocks(model: ModelSpec) -> tuple[Block, ...]:
     return stage_blocks(model, range(model.num_layers), embedding=True, head=True)
 
 
+def num_losses(model: ModelSpec) -> int:
+    """Losses of a token: that of the next one, and those of what multi-token prediction predicts."""
+    return sum(block.kind == "head" for block in model_blocks(model))
+
+
 @lru_cache(maxsize=256)
 def embedding_block(model: ModelSpec) -> Block:
     """The first."""

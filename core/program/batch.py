@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..model.blocks import num_losses
 from .work import Collective, Operations
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ def load_batch(plan: Plan, tp_rank: int = 0, dp_rank: int = 0) -> Operations:
         return ()
     first, last = plan.samples_of(dp_rank)
     num_tokens = (last - first) * plan.batch.sequence // plan.layout.cp
-    num_numbers = (2 + plan.model.num_mtp_layers + plan.train.packed) * num_tokens + (
-        plan.train.ignore_token is not None
-    )
+    num_numbers = (1 + num_losses(plan.model) + plan.train.packed) * num_tokens + (plan.train.ignore_token is not None)
     sent_bytes = TOKEN_BYTES * num_numbers * (plan.layout.tp - 1) if tp_rank == 0 else 0
     return (Collective("data", "all_to_all", "tp", plan.layout.tp, sent_bytes),)

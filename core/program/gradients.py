@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..base.reduction import cut, maximal_nodes
 from ..layout.stage_parameters import stage_parameters
+from ..model.blocks import num_losses
 from ..model.parameters import Parameter, token_table
 from .buckets import (
     ROUTERS,
@@ -191,7 +192,7 @@ def step(plan: Plan, pp_rank: int, tp_rank: int, copy: int = 0) -> Iterator[Oper
     if plan.train.adds_router_losses:
         yield from _scalar(plan, "aux_loss", "dp", copies)
         yield from _scalar(plan, "aux_loss", "model", model_ranks)
-    if plan.model.num_mtp_layers:
+    if num_losses(plan.model) > 1:
         yield from _scalar(plan, "mtp_loss", "dp", copies)
         yield from _scalar(plan, "mtp_loss", "model", model_ranks)
     if layout.zero in (1, 2):

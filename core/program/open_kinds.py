@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from ..layout.stage_parameters import Usage
+from ..model.blocks import num_losses
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -24,7 +25,7 @@ def open_kind(plan: Plan, usage: Usage) -> tuple[int, int]:
 
 
 def _kind(plan: Plan, usage: Usage) -> tuple[OpenKind, int]:
-    name, heads = usage.parameter.name, 1 + plan.model.num_mtp_layers
+    name, heads = usage.parameter.name, num_losses(plan.model)
     if name.startswith("embedding."):
         return ("blocks", heads) if usage.role == "output" and plan.model.tied_embeddings else ("whole", 0)
     if name == "head.output.weight":

@@ -3,13 +3,16 @@ see `symbolic_layers`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.layout.stages import StageLayers
-from ...core.model.blocks import layer_prefix, mtp_prefix
+from ...core.model.blocks import layer_prefix, stage_blocks
 from ...core.model.model import ModelSpec
+from ...core.model.operators import layer_operators
 from ...core.model.parameters import Parameter, layer_parameters
+from ...core.model.roles import Role
 from ...core.plan.plan import Plan
 from ...core.program import Op, Operations, recomputed_modules, recomputes_whole
 from .attention import GroupedAttention, LatentAttention
@@ -39,16 +42,18 @@ EMBEDDING, HEAD = Block("embedding", "embedding."), Block("head", "head.")
 
 
 def blocks_of(model: ModelSpec, stage: StageLayers) -> Iterator[Block]:
-    """The blocks of a stage in forward order."""
-    if stage.embedding:
-        yield EMBEDDING
-    depths = range(model.num_mtp_layers if stage.head else 0)
-    for depth in depths:
-        yield Block(mtp_prefix(depth), f"{mtp_prefix(depth)}.", depth=depth)
-    for layer in (*stage.layers, *(model.num_layers + depth for depth in depths)):
-        yield Block(layer_prefix(layer), f"{layer_prefix(layer)}.", layer)
-    if stage.head:
-        yield HEAD
+    """The blocks of a stage in forward order; a module of multi-token prediction is one with its use of the head."""
+    depths = itertools.count()
+    for block in stage_blocks(model, stage.layers, embedding=stage.embedding, head=stage.head):
+        match block.kind:
+            case "embedding":
+                yield EMBEDDING
+            case "layer":
+                yield Block(block.prefix, f"{block.prefix}.", block.layer)
+            case "prediction":
+                yield Block(block.prefix, f"{block.prefix}.", depth=next(depths))
+            case "head" if not block.prefix:
+                yield HEAD
 
 
 def run_block(
@@ -88,9 +93,10 @@ class _TransformerLayer:
         self.forward_of, self.back_of, self.weight_of, self.again_of = (
             named(self.prefix, works, what) for what in ("forward", "input_gradient", "weight_gradient", "recomputed")
         )
-        sparse = ranks.plan.model.layer_is_moe(layer)
-        self.mlp = (SparseMlp if sparse else DenseMlp)(ranks, self.prefix, self.parameters, self._phase_operations)
-        kind = LatentAttention if ranks.plan.model.is_mla else GroupedAttention
+        roles = {operator.role for operator in layer_operators(ranks.plan.model, layer)}
+        mlp = SparseMlp if Role.ROUTER in roles else DenseMlp
+        self.mlp = mlp(ranks, self.prefix, self.parameters, self._phase_operations)
+        kind = GroupedAttention if Role.QKV in roles else LatentAttention
         self.attention = kind(ranks, self.prefix, self.parameters, self._phase_operations)
 
     def run(self) -> Gradients:

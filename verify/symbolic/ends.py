@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...core.layout.stage_parameters import Usage
+from ...core.model.blocks import num_losses
 from ...core.model.parameters import (
     Parameter,
     embedding_parameters,
@@ -44,7 +45,7 @@ def head(ranks: Ranks, works: Works) -> Gradients:
     """Final norm, logits, the loss of every token, and back."""
     norm = [parameter for parameter in head_parameters(ranks.plan.model) if parameter.name.startswith("head.norm")]
     usage = _output_usage(ranks)
-    return _predicted(ranks, "head.", works, norm, usage, key=usage.key, ahead=ranks.plan.model.num_mtp_layers > 0)
+    return _predicted(ranks, "head.", works, norm, usage, key=usage.key, ahead=num_losses(ranks.plan.model) > 1)
 
 
 def multi_token(ranks: Ranks, works: Works, depth: int, prefix: str) -> Gradients:
@@ -63,7 +64,7 @@ def multi_token(ranks: Ranks, works: Works, depth: int, prefix: str) -> Gradient
     joined = mapped("joined", normed(norm("embedding_norm"), embedded), normed(norm("hidden_norm"), hidden))
     projection.forward(forward("projection"), joined)
     usage = _output_usage(ranks)
-    own_usage, ahead = _renamed(usage, f"{prefix}head."), depth + 1 < ranks.plan.model.num_mtp_layers
+    own_usage, ahead = _renamed(usage, f"{prefix}head."), depth + 2 < num_losses(ranks.plan.model)
     gradients = _predicted(ranks, f"{prefix}head.", works, norm("norm"), own_usage, key=usage.key, ahead=ahead)
     djoined, own = projection.backward(back("projection"), of_weight("projection"), ranks.hidden(symbol("dy")), joined)
     gradients.update(own)

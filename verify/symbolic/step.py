@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ...core.layout.stage_parameters import Usage, stage_usages
+from ...core.model.blocks import num_losses
 from ...core.plan.plan import Plan
 from ...core.program import Collective, Operations, num_copies, num_shards
 from ...core.program.buckets import gathered_sizes
@@ -60,7 +61,7 @@ class Step:
         """Everything STEP does otherwise than one device."""
         yield from self._scalar("grad_norm", *self._with_experts(*self._squares()))
         yield from self._scalar("loss", *self._losses())
-        if self.plan.model.num_mtp_layers:
+        if num_losses(self.plan.model) > 1:
             yield from self._scalar("mtp_loss", *self._losses())
         if self.plan.train.adds_router_losses:
             yield from self._scalar("aux_loss", *self._aux_losses())
