@@ -52,7 +52,7 @@ def _place(model: ModelSpec, family: str, name: str) -> tuple[str, str]:
     """`(prefix in the files, module in a layer)` of a canonical module: `("model.layers.3.", "layer.mlp.up")`.
     Multi-token prediction is, in the files, part of the layer it has."""
     top, _, rest = name.partition(".")
-    layers = "transformer.h" if family == "gpt2" else "model.layers"
+    layers = "transformer.h" if family in ("gpt2", "falcon") else "model.layers"
     if top == "layers":
         number, _, module = rest.partition(".")
         return f"{layers}.{number}.", f"layer.{module}"
@@ -64,8 +64,8 @@ def _place(model: ModelSpec, family: str, name: str) -> tuple[str, str]:
 
 def _names(model: ModelSpec, family: str) -> Mapping[str, tuple[str, ...]]:
     """Module -> the modules of the files that its rows are taken from."""
-    if family == "gpt2":
-        return _GPT2
+    if family in _OWN:
+        return _OWN[family]
     queries = {"layer.attention.qkv": tuple(f"self_attn.{part}_proj" for part in "qkv")}
     return {**_ROTARY, **queries, **(_MIXTRAL if family == "mixtral" else {})}
 
@@ -82,6 +82,19 @@ _GPT2: Mapping[str, tuple[str, ...]] = {
     "head.norm": ("transformer.ln_f",),
     "head.output": ("lm_head",),
 }
+
+_FALCON: Mapping[str, tuple[str, ...]] = {
+    "embedding.tokens": ("transformer.word_embeddings",),
+    "layer.attention.norm": ("input_layernorm",),
+    "layer.attention.qkv": ("self_attention.query_key_value",),
+    "layer.attention.output": ("self_attention.dense",),
+    "layer.mlp.up": ("mlp.dense_h_to_4h",),
+    "layer.mlp.down": ("mlp.dense_4h_to_h",),
+    "head.norm": ("transformer.ln_f",),
+    "head.output": ("lm_head",),
+}
+
+_OWN = {"gpt2": _GPT2, "falcon": _FALCON}
 
 _ROTARY: Mapping[str, tuple[str, ...]] = {
     "embedding.tokens": ("model.embed_tokens",),

@@ -137,7 +137,8 @@ def make_blocks(layers: LayerContext, factory: BlockFactory, numbers: Iterable[i
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and pre-norm MLP, each added to its input (GPT-2, Llama)."""
+    """Pre-norm attention and pre-norm MLP, each added to its input (GPT-2, Llama), or both to the input of the one norm
+    that they share (GPT-J, Falcon)."""
 
     def __init__(self, context: BlockContext, layer: int):
         super().__init__()
@@ -145,7 +146,7 @@ class TransformerBlock(nn.Module):
         self.prefix = layer_prefix(layer)
         self.attention_norm = context.norm(f"{self.prefix}.attention.norm")
         self.attention = context.attention(layer)
-        self.mlp_norm = context.norm(f"{self.prefix}.mlp.norm")
+        self.mlp_norm = None if context.model.parallel_block else context.norm(f"{self.prefix}.mlp.norm")
         self.mlp = context.mlp(layer)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
@@ -154,8 +155,9 @@ class TransformerBlock(nn.Module):
         attended = self.attention(normed)
         self.context.observe(f"{self.prefix}.attention", attended)
         x_BSH = x_BSH + self.context.dropout(f"{self.prefix}.attention", attended)
-        normed = self.mlp_norm(x_BSH)
-        self.context.observe(f"{self.prefix}.mlp.norm", normed)
+        if self.mlp_norm is not None:
+            normed = self.mlp_norm(x_BSH)
+            self.context.observe(f"{self.prefix}.mlp.norm", normed)
         transformed = self.mlp(normed)
         self.context.observe(f"{self.prefix}.mlp", transformed)
         return x_BSH + self.context.dropout(f"{self.prefix}.mlp", transformed)

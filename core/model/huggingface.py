@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` files, read by hand: Llama, Mistral, Mixtral, Qwen, DeepSeek and GPT-2 style decoders."""
+"""Hugging Face `config.json` files, read by hand: Llama, Mistral, Mixtral, Qwen, DeepSeek, GPT-2 and Falcon."""
 
 from __future__ import annotations
 
@@ -237,6 +237,43 @@ def _biased(config: Config) -> list[str]:
     )
 
 
+def _falcon(config: Config, name: str, source: str) -> ModelSpec:
+    """`FalconConfig` with parallel blocks of one norm (Falcon 7B, Falcon2 11B): LayerNorm, rotary positions, one or
+    several key heads, tied embeddings by default."""
+    problems = []
+    grouped = bool(config.get("new_decoder_architecture", False))
+    if config.get("alibi"):
+        problems.append("alibi=true is not understood; read are rotary positions.")
+    if _given(config, "num_ln_in_parallel_attn", 2 if grouped else 1) != 1 or not _given(config, "parallel_attn", True):
+        problems.append("a norm for attention and one for the MLP are not understood; read are parallel blocks of one.")
+    if _given(config, "activation", "gelu") != "gelu":
+        problems.append(f"activation={config['activation']!r} is not understood; read is 'gelu'.")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = _rope_scaling(rope, problems)
+    _raise(problems, source)
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    shared = _given(config, "multi_query", True) and not grouped
+    return ModelSpec(
+        name=name,
+        num_layers=_size(config, "num_hidden_layers"),
+        hidden_size=hidden,
+        ffn_hidden_size=int(_given(config, "ffn_hidden_size", 4 * hidden)),
+        num_heads=heads,
+        num_kv_heads=1 if shared else int(_given(config, "num_kv_heads", heads)),
+        head_dim=hidden // max(1, heads),
+        vocab_size=_size(config, "vocab_size"),
+        max_positions=int(_given(config, "max_position_embeddings", 2048)),
+        activation="gelu",
+        norm="layernorm",
+        norm_eps=float(_given(config, "layer_norm_epsilon", 1e-5)),
+        rope_theta=float(_given(config, "rope_theta", _given(rope, "rope_theta", 10000.0))),
+        tied_embeddings=bool(_given(config, "tie_word_embeddings", True)),
+        bias=bool(_given(config, "bias", False)),
+        parallel_block=True,
+        **scaling,
+    )
+
+
 def _gpt2(config: Config, name: str, source: str) -> ModelSpec:
     """`GPT2Config`: pre-norm LayerNorm, learned positions, biases everywhere, tied embeddings by default."""
     activations = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -282,6 +319,7 @@ FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "gpt2": _gpt2,
+    "falcon": _falcon,
 }
 """`model_type` -> reader."""
 

@@ -185,6 +185,29 @@ def _gpt2(model: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _falcon(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "activation": model.activation,
+        "alibi": False,
+        "bias": model.bias,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "hidden_size": model.hidden_size,
+        "layer_norm_epsilon": model.norm_eps,
+        "max_position_embeddings": model.max_positions,
+        "multi_query": model.num_kv_heads == 1,
+        "new_decoder_architecture": model.num_kv_heads > 1,
+        "num_attention_heads": model.num_heads,
+        "num_hidden_layers": model.num_layers,
+        "num_kv_heads": model.num_kv_heads,
+        "num_ln_in_parallel_attn": 1,
+        "parallel_attn": True,
+        "rope_theta": model.rope_theta,
+        "rope_parameters": _rope(model),
+        "tie_word_embeddings": model.tied_embeddings,
+        "vocab_size": model.vocab_size,
+    }
+
+
 _WRITERS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
@@ -195,6 +218,7 @@ _WRITERS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "falcon": _falcon,
 }
 """Family -> its keys, most general names first: the first family that reads back as the same model is taken."""
 
@@ -208,5 +232,6 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "falcon": "FalconForCausalLM",
 }
 """Family -> the class that `transformers` loads its files with."""

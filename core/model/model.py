@@ -73,6 +73,7 @@ ROPE_FIELDS = ("rope_scaling", *_SCALING_NUMBERS)
 REFINEMENTS = (
     "qkv_bias",
     "qk_norm",
+    "parallel_block",
     *ROPE_FIELDS,
     *_OPTIONAL_COUNTS,
     *(name for name in ROUTER_FIELDS if name not in _ROUTER_COUNTS),
@@ -113,6 +114,9 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     `max_positions`) of the first training, `rope_factor` times (`core.model.rotary`, which says what each kind and
     its further numbers mean).
 
+    With `parallel_block`, attention and MLP of a layer take the same normed input, and both are added to that input
+    (GPT-J; Falcon, arXiv 2311.16867, section 3.3): a layer has one norm.
+
     In training, `hidden_dropout` of the elements behind the embedding and every attention and MLP are dropped, and
     `attention_dropout` of the attention probabilities.
 
@@ -137,6 +141,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    parallel_block: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
     num_shared_experts: int = 0

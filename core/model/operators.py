@@ -105,8 +105,8 @@ class Operator:
 
 
 def layer_operators(model: ModelSpec, layer: int) -> tuple[Operator, ...]:
-    """One transformer layer: pre-norm attention and pre-norm MLP. Layers of multi-token prediction count on:
-    `num_layers + i`. Equal layers share one tuple."""
+    """One transformer layer: pre-norm attention, then a pre-norm MLP, or in a parallel block one that takes the same
+    norm. Layers of multi-token prediction count on: `num_layers + i`. Equal layers share one tuple."""
     return _layer_operators(model, moe=model.layer_is_moe(layer))
 
 
@@ -115,12 +115,8 @@ def _layer_operators(model: ModelSpec, *, moe: bool) -> tuple[Operator, ...]:
     hidden = Width(model.hidden_size)
     attention = _latent_attention(model) if model.kv_lora_rank else _grouped_attention(model)
     mlp = _experts(model) if moe else _mlp(model, model.ffn_hidden_size, "ffn")
-    return (
-        Operator(Role.ATTENTION_NORM, Kind.NORM, hidden, hidden),
-        *attention,
-        Operator(Role.MLP_NORM, Kind.NORM, hidden, hidden),
-        *mlp,
-    )
+    second = () if model.parallel_block else (Operator(Role.MLP_NORM, Kind.NORM, hidden, hidden),)
+    return Operator(Role.ATTENTION_NORM, Kind.NORM, hidden, hidden), *attention, *second, *mlp
 
 
 def embedding_operators(model: ModelSpec) -> tuple[Operator, ...]:

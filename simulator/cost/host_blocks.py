@@ -53,14 +53,15 @@ def is_host(plan: Plan) -> bool:
     if not plan.cluster.kernel_curve or plan.runtime.profile != "shardproof":
         return False
     layout, groups = plan.layout, (group for stage in plan.stages for group in stage_groups(plan, stage.stage))
-    plain = all(is_counted(operator) for group in groups for operator in group.operators)
+    plain = all(is_counted(group) for group in groups)
     whole = not (layout.sequence_parallel or layout.zero) and layout.cp == layout.ep == 1
     return plain and whole and plan.precision.dtype == "fp32" and plan.recompute.mode == "none"
 
 
-def is_counted(operator: Operator) -> bool:
-    """Whether the kernels of an operator are counted here."""
-    return operator.role in COUNTED
+def is_counted(group: Group) -> bool:
+    """Whether the kernels of its operators are counted here; layers were measured with two norms."""
+    norms = group.num(Role.ATTENTION_NORM) == group.num(Role.MLP_NORM)
+    return norms and all(operator.role in COUNTED for operator in group.operators)
 
 
 def rate_share(plan: Plan) -> float:

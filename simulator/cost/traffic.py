@@ -37,18 +37,21 @@ class Traffic:
             self.backward_kernels + other.backward_kernels,
         )
 
-    def times(self, elements: float) -> Traffic:
-        """Traffic given per element, for so many elements; the kernels are those of one call."""
+    def times(self, elements: float, calls: int = 1) -> Traffic:
+        """Traffic given per element, for so many elements in so many calls."""
         return Traffic(
-            self.forward_bytes * elements, self.forward_kernels, self.backward_bytes * elements, self.backward_kernels
+            self.forward_bytes * elements,
+            self.forward_kernels * calls,
+            self.backward_bytes * elements,
+            self.backward_kernels * calls,
         )
 
 
-EAGER_RMSNORM = Traffic(36, 14, 60, 28)
+EAGER_RMSNORM = Traffic(36, 7, 60, 14)
 """Bytes per 16-bit element of an RMSNorm whose steps are kernels of PyTorch: to fp32 (2 + 4), square (4 + 4), mean (4),
 product with the inverse root (4 + 4), to 16 bits (4 + 2), product with the weight (2 + 2) and what they hand on;
 backward each step's gradient, two operands read and one written. Counted (aten/src/ATen/native/layer_norm.cpp,
-rms_norm); kernels of two calls."""
+rms_norm)."""
 
 EAGER_ROTATION = Traffic(20, 6, 20, 6)
 """Bytes per 16-bit element of a rotation by complex products in fp32: to fp32 (2 + 4), product (4 + 4), back (4 + 2)
@@ -129,7 +132,7 @@ def layer_traffic(plan: Plan, profile: Profile, operators: Iterable[Operator]) -
     `attention` for the rest."""
     by_role = {operator.role: operator for operator in operators}
     pieces = {
-        "norm": _norms(plan, profile),
+        "norm": _norms(plan, profile, sum(role in (Role.ATTENTION_NORM, Role.MLP_NORM) for role in by_role)),
         "residual": _residuals(plan, profile),
         "attention": _attention(plan, profile, by_role),
     }
@@ -144,13 +147,13 @@ def layer_traffic(plan: Plan, profile: Profile, operators: Iterable[Operator]) -
     return pieces
 
 
-def _norms(plan: Plan, profile: Profile) -> Traffic:
-    """Two norms: read and write; backward reads the input and the gradient and writes one, then sums the weights'
+def _norms(plan: Plan, profile: Profile, count: int = 2) -> Traffic:
+    """So many norms: read and write; backward reads the input and the gradient and writes one, then sums the weights'
     gradients. An RMSNorm in steps goes through `EAGER_RMSNORM`."""
     hidden, element = _Sizes(plan).hidden_bytes, ELEMENT_BYTES[plan.precision.dtype]
     if profile.fused_elementwise or plan.model.norm == "layernorm":
-        return Traffic(2 * 2 * hidden, 2, 2 * 3 * hidden, 4)
-    return EAGER_RMSNORM.times(2 * hidden / element)
+        return Traffic(count * 2 * hidden, count, count * 3 * hidden, 2 * count)
+    return EAGER_RMSNORM.times(count * hidden / element, count)
 
 
 def _residuals(plan: Plan, profile: Profile) -> Traffic:

@@ -34,11 +34,11 @@ from .tensors import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, LayerTensors, rot
 def layer_nodes(tensors: LayerTensors, operators: tuple[Operator, ...]) -> tuple[Node, ...]:
     """One transformer layer in forward order, with the plan's selective recomputation."""
     by_role = {operator.role: operator for operator in operators}
-    middle = operators.index(by_role[Role.MLP_NORM])
-    nodes = (
-        *_attention(tensors, operators[:middle]),
-        *(_experts if Role.ROUTER in by_role else _mlp)(tensors, by_role),
-    )
+    middle = operators.index(by_role[Role.ATTENTION_OUTPUT]) + 1
+    attention = _attention(tensors, operators[:middle])
+    if Role.MLP_NORM not in by_role:  # what the MLP says of the gradient of the norm that both take waits for attention
+        attention = (replace(node, transient_bytes=node.transient_bytes + tensors.hidden) for node in attention)
+    nodes = (*attention, *(_experts if Role.ROUTER in by_role else _mlp)(tensors, by_role))
     recompute = tensors.plan.recompute
     if recompute.mode == "selective" and tensors.profile.selective_operators:
         return tuple(_operators_retained(tensors, nodes, by_role))
@@ -318,7 +318,8 @@ def _mlp(tensors: LayerTensors, by_role: Mapping[Role, Operator]) -> Iterator[No
     up = tensors.tokens * tensors.held(activation.takes) * tensors.element
     # a fused norm and product are one module, of which the input is kept
     module = "norm" if tensors.profile.eager else "mlp"
-    yield _norm_linear(tensors, "mlp.up", hidden, tensors.normalised, up, module=module, transient=hidden)
+    made = _norm_linear(tensors, "mlp.up", hidden, tensors.normalised, up, module=module, transient=hidden)
+    yield made if Role.MLP_NORM in by_role else replace(made, saved_bytes=0, drops=())  # attention keeps what it takes
     yield from _activated(tensors, "mlp", activation, tensors.tokens, hidden, work=tensors.gathered, modules=("mlp",))
 
 
@@ -371,9 +372,11 @@ def _experts(tensors: LayerTensors, by_role: Mapping[Role, Operator]) -> Iterato
     sent = permuted // plan.layout.expert_tp
     tables = tensors.own_tokens * model.num_experts * (2 * STATISTIC_BYTES + 3 * MASK_BYTES + e)
     row_map = tensors.own_tokens * (2 * model.num_experts + 1) * 4
-    yield Node("experts.norm", hidden + tensors.statistics, hidden, hidden)
-    drops = (("moe", tables), ("norm", tensors.normalised))
-    yield Node("experts.router", tensors.normalised + tables, hidden, 2 * hidden, drops=drops)
+    normalised = tensors.normalised if Role.MLP_NORM in by_role else 0  # else attention keeps what it takes
+    if normalised:
+        yield Node("experts.norm", hidden + tensors.statistics, hidden, hidden)
+    drops = (("moe", tables), ("norm", normalised))
+    yield Node("experts.router", normalised + tables, hidden, 2 * hidden, drops=drops)
     yield Node("experts.permute", row_map, hidden, 2 * hidden, forward_bytes=sent, drops=(("moe", row_map),))
     exchange = 2 * sent if plan.layout.ep > 1 else 0
     yield Node("experts.dispatch", 0, sent, 2 * hidden, forward_bytes=exchange)

@@ -22,8 +22,8 @@ from .tensors import LayerTensors
 FP32_BYTES = 4
 
 NORM_BEFORE = ("attention.qkv", "mlp.up")
-"""Nodes of a product that bring the norm before it with them: its own weight gradient needs its input and
-its output's gradient."""
+"""Nodes of a product that bring the norm before it with them, if they keep its input: its own weight gradient needs
+that and its output's gradient."""
 
 EXACT_REDUCE = 4
 """The same of exact numerics (`backend.numerics.tree.sum_over`): flat and by node; besides them cut and arrived, later
@@ -42,7 +42,7 @@ def _own(node: Node, tensors: LayerTensors) -> Node:
     if node.name == "embedding.tokens":
         inputs, gradients = node.saved_bytes, hidden
         weight = (tensors.vocabulary + 1) * tensors.plan.model.hidden_size * FP32_BYTES
-    elif node.name in NORM_BEFORE or node.name == "head.norm":
+    elif (node.name in NORM_BEFORE and node.saved_bytes) or node.name == "head.norm":
         inputs, gradients = inputs + hidden, gradients + hidden
     return replace(
         node,

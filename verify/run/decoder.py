@@ -89,13 +89,14 @@ class Decoder:
         return [losses_S, *self._ahead(normed_SH)]
 
     def layer(self, layer: int, x_SH: Array) -> Array:
-        """A pre-norm layer from what goes into it."""
+        """A pre-norm layer from what goes into it; in a parallel block the MLP takes what attention takes."""
         prefix = layer_prefix(layer)
         attention = self._latent_attention if self.model.is_mla else self._attention
         normed_SH = self.shown(f"{prefix}.attention.norm", self.norm(f"{prefix}.attention.norm", x_SH))
         attended_SH = self.shown(f"{prefix}.attention", attention(f"{prefix}.attention", normed_SH))
         x_SH = self.stored(x_SH + self._dropped(f"{prefix}.attention", attended_SH))
-        normed_SH = self.shown(f"{prefix}.mlp.norm", self.norm(f"{prefix}.mlp.norm", x_SH))
+        if not self.model.parallel_block:
+            normed_SH = self.shown(f"{prefix}.mlp.norm", self.norm(f"{prefix}.mlp.norm", x_SH))
         y_SH = self.shown(f"{prefix}.mlp", self._mlp(f"{prefix}.mlp", normed_SH, layer))
         return self.shown(f"{prefix}.output", x_SH + self._dropped(f"{prefix}.mlp", y_SH))
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.model.blocks import layer_prefix, mtp_prefix
+from ...core.model.model import ModelSpec
 from ...core.model.parameters import expert_bias_name
 from ...core.plan.plan import Plan
 from ..ledger.relations import in_bf16
@@ -79,7 +80,7 @@ def activation_names(plan: Plan) -> list[str]:
     model, names = plan.model, ["embedding.output"]
     ahead = [model.num_layers + depth for depth in range(model.num_mtp_layers)]
     for layer in (*layers_checked(plan), *ahead):
-        parts = ("attention.norm", "attention", "mlp.norm", "mlp.router", "mlp", "output")
+        parts = ("attention.norm", "attention", "mlp.norm", "mlp.router", "mlp", "output")  # those that there are
         names += [f"{layer_prefix(layer)}.{part}" for part in parts]
     names += [f"{layer_prefix(model.num_layers - 1)}.output", "head.losses"]
     names += [f"{mtp_prefix(depth)}.{part}" for depth in range(len(ahead)) for part in ("projection", "losses")]
@@ -109,10 +110,8 @@ def router_gradients(
     forward = _Checked(plan, sequence, own_block=False)
     for layer in routed_layers(plan):
         name = f"{layer_prefix(layer)}.mlp"
-        if {name, f"{name}.router"} <= gradients.keys() and {
-            f"{name}.norm",
-            f"{name}.router",
-        } <= sequence.values.keys():
+        recorded = {_mlp_input(plan.model, layer), f"{name}.router"}
+        if {name, f"{name}.router"} <= gradients.keys() and recorded <= sequence.values.keys():
             yield forward.router_gradient(layer, gradients[name], share)
 
 
@@ -177,7 +176,7 @@ class _Checked(Decoder):
         """The gradient of a router's logits, by differences: of what the gradient `dy_SH` of the layer's result says of
         the weights of experts, and of what the router adds to the loss, `share` of it for each token."""
         model, train, name = self.model, self.plan.train, f"{layer_prefix(layer)}.mlp"
-        x_SH, logits_SE = self.values[f"{name}.norm"], self.values[f"{name}.router"]
+        x_SH, logits_SE = self.values[_mlp_input(model, layer)], self.values[f"{name}.router"]
         scores_SE = router_scores(logits_SE, model)
         (chosen_SE, clear_S), (load_E, plain_clear_S) = self._choice(scores_SE, layer), expert_loads(scores_SE, model)
         said_SE, size = np.zeros_like(logits_SE), 0.0
@@ -197,6 +196,11 @@ class _Checked(Decoder):
         )
         found_SE[~clear_S | (not plain_clear_S.all() and bool(train.router_aux_loss))] = np.nan
         return Made(f"{name}.router", found_SE, "fp32", cancelled=size * model.router_scaling)
+
+
+def _mlp_input(model: ModelSpec, layer: int) -> str:
+    """The recorded norm that the MLP of a layer takes."""
+    return f"{layer_prefix(layer)}.{'attention' if model.parallel_block else 'mlp'}.norm"
 
 
 def as_multiplied(name: str, values: np.ndarray, dtype: str) -> np.ndarray:

@@ -80,11 +80,11 @@ def run_block(
 
 
 class _TransformerLayer:
-    """Pre-norm attention and pre-norm MLP, each added to its input."""
+    """Pre-norm attention and pre-norm MLP, each added to its input; in a parallel block with one norm for both."""
 
     def __init__(self, ranks: Ranks, layer: int, works: Works):
         self.ranks = ranks
-        self.prefix = f"{layer_prefix(layer)}."
+        self.prefix, self.parallel = f"{layer_prefix(layer)}.", ranks.plan.model.parallel_block
         self.recomputed_whole = recomputes_whole(ranks.plan, layer)
         self.parameters = {
             parameter.name.removeprefix(self.prefix): parameter
@@ -136,16 +136,18 @@ class _TransformerLayer:
     def _forward(self, x: list[Part], phase: Phase) -> dict[str, list[Part]]:
         saved = {"attention.norm": normed(self._norm("attention"), x)}
         saved["middle"] = residual(x, self.attention.forward(saved["attention.norm"], phase))
-        saved["mlp.norm"] = normed(self._norm("mlp"), saved["middle"])
+        saved["mlp.norm"] = saved["attention.norm"] if self.parallel else normed(self._norm("mlp"), saved["middle"])
         saved["output"] = residual(saved["middle"], self.mlp.forward(saved["mlp.norm"], phase))
         return saved
 
     def _backward(self, x: list[Part], saved: dict[str, list[Part]], dy: list[Part]) -> Gradients:
-        dnorm = self.mlp.backward(dy)
+        dmlp = self.mlp.backward(dy)
         gradients = dict(self.mlp.gradients)
-        gradients.update(norm_gradients(self.ranks, self._norm("mlp"), dnorm, saved["middle"]))
-        dmiddle = residual(dy, mapped("norm gradient", dnorm, saved["middle"]))
-        dnorm = self.attention.backward(dmiddle)
+        if self.parallel:
+            dnorm = residual(dmlp, self.attention.backward(dy))
+        else:
+            gradients.update(norm_gradients(self.ranks, self._norm("mlp"), dmlp, saved["middle"]))
+            dnorm = self.attention.backward(residual(dy, mapped("norm gradient", dmlp, saved["middle"])))
         gradients.update(self.attention.gradients)
         gradients.update(norm_gradients(self.ranks, self._norm("attention"), dnorm, x))
         return gradients

@@ -115,8 +115,9 @@ def model_keys() -> tuple[Key, ...]:
         Key("model", "bias", "bool", "bias on every linear layer but router and output head", parameters),
         Key("model", "qkv_bias", "bool", "bias on query, key and value", parameters),
         Key("model", "qk_norm", "bool", "norm of every query and key head", parameters),
+        Key("model", "parallel_block", "bool", "attention and MLP take the same normed input", parameters),
         Key(name="num_experts", doc="experts of a MoE layer; 0 is a dense model", read_by=parameters, **number),
-        Key(name="experts_per_token", doc="experts that each token takes", read_by="core.program.mlp", **number),
+        Key(name="experts_per_token", doc="experts that each token takes", read_by="core.program.experts", **number),
         Key(
             name="num_shared_experts",
             doc=("experts that every token takes, besides its own"),

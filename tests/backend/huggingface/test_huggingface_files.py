@@ -74,7 +74,30 @@ DEEPSEEK = ModelSpec(
     router_group_scores="top_two",
     expert_bias=True,
 )
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "mixtral": MIXTRAL, "deepseek_v3": DEEPSEEK}
+FALCON = ModelSpec(
+    "falcon",
+    2,
+    48,
+    60,
+    6,
+    3,
+    8,
+    101,
+    64,
+    activation="gelu",
+    norm="layernorm",
+    parallel_block=True,
+    tied_embeddings=True,
+)
+FAMILIES = {
+    "falcon": FALCON,
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+    "deepseek_v3": DEEPSEEK,
+}
 each_family = pytest.mark.parametrize(("family", "model"), FAMILIES.items(), ids=list(FAMILIES))
 
 

@@ -47,6 +47,7 @@ SHARED = {
     "norm_eps": 1e-6,
 }
 YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 16}
+PARALLEL = {"activation": "gelu", "norm": "layernorm", "parallel_block": True, "tied_embeddings": True}
 MODELS = {
     "gpt2": ModelSpec(
         "gpt2",
@@ -85,6 +86,8 @@ MODELS = {
         rope_mscale=0.8,
         rope_mscale_all_dim=1.0,
     ),
+    "falcon": replace(LLAMA, **PARALLEL, rope_theta=5000.0),
+    "falcon of one key head": replace(LLAMA, **PARALLEL, num_kv_heads=1, bias=True),
 }
 
 
@@ -113,7 +116,7 @@ def test_a_model_made_here_has_the_same_logits_in_transformers(family, tmp_path)
     save_weights(
         plan, str(tmp_path / "model"), rank.saved_shards, transport.group("world", "world", [0]), transport.device
     )
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == family
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == family.split()[0]
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
     (microbatch,) = rank.batches.training(0, 1.0)

@@ -404,6 +404,44 @@ def test_a_deepseek_v2_config_that_limits_groups_reads_as_such_a_router_and_a_ba
     assert not model_from_config(bare, name="x").normalized_router_weights
 
 
+FALCON = {
+    "model_type": "falcon",
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "multi_query": True,
+    "parallel_attn": True,
+    "new_decoder_architecture": False,
+    "bias": False,
+    "alibi": False,
+    "layer_norm_epsilon": 1e-5,
+    "vocab_size": 65024,
+}
+"""huggingface.co/tiiuae/falcon-7b, config.json."""
+
+
+def test_the_config_of_falcon_7b_reads_as_a_parallel_block_with_its_published_count():
+    model = model_from_config(FALCON, name="falcon-7b")
+    assert (model.parallel_block, model.num_kv_heads, model.head_dim, model.norm) == (True, 1, 64, "layernorm")
+    # the file's tensors: 7,217,189,760, of which the output head is the token table again
+    assert count_parameters(model) == 7_217_189_760 - 65024 * 4544
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"alibi": True}, "alibi=true is not understood"),
+        ({"new_decoder_architecture": True, "num_kv_heads": 8}, "a norm for attention and one for the MLP"),
+        ({"parallel_attn": False}, "a norm for attention and one for the MLP"),
+        ({"activation": "relu"}, "activation='relu' is not understood"),
+        ({"multi_query": "yes"}, "multi_query='yes' must be true or false"),
+    ],
+)
+def test_a_falcon_that_is_not_modelled_is_refused(change, expected):
+    with pytest.raises(ModelError, match=expected):
+        model_from_config({**FALCON, **change}, name="falcon")
+
+
 def test_the_config_of_gpt2_reads_as_the_preset():
     assert model_from_config(GPT2, name="gpt2") == model_preset("gpt2")
 
@@ -521,6 +559,9 @@ def test_transformers_counts_the_same_parameters(name):
 
 
 FAMILY_CLASSES = [
+    ("Falcon", {}),
+    ("Falcon", {"multi_query": False, "bias": True}),
+    ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1}),
     ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("Qwen2", {}),
     ("Qwen3", {"head_dim": 24}),
