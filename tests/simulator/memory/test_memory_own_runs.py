@@ -25,6 +25,15 @@ MODELS = {
         **SIZES,
     ),
     "llama": ModelSpec("llama", ffn_hidden_size=192, num_kv_heads=2, **SIZES),
+    "falcon": ModelSpec(
+        "falcon",
+        ffn_hidden_size=256,
+        num_kv_heads=2,
+        activation="gelu",
+        norm="layernorm",
+        parallel_block=True,
+        **SIZES,
+    ),
 }
 RUNS = [
     ("gpt", "fast", Layout(tp=2), "1F1B"),
@@ -33,6 +42,8 @@ RUNS = [
     ("gpt", "exact", Layout(pp=2), "1F1B"),
     ("llama", "fast", Layout(pp=2, vpp=2), "Interleaved1F1B"),
     ("llama", "exact", Layout(tp=2, pp=2), "1F1B"),
+    ("falcon", "fast", Layout(tp=2), "1F1B"),
+    ("falcon", "exact", Layout(pp=2), "1F1B"),
 ]
 
 
