@@ -4,14 +4,14 @@ buffers that never go away."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 
 from ...core.layout.layout import Layout
 from ...core.layout.leaves import LeafSizes
 from ...core.model.model import ModelSpec
-from ...core.model.operators import Operator
-from ...core.model.parameters import Parameter, operator_parameters
+from ...core.model.operators import Kind, Operator
+from ...core.model.parameters import operator_parameters
 from ...core.model.roles import Role
 from ...core.plan.plan import Plan
 from ...core.program import Group, Held, held_elements, held_gradients, num_shards, stage_groups, weight_bytes
@@ -143,23 +143,11 @@ def _layer_elements(model: ModelSpec, operators: tuple[Operator, ...], leaf_size
 
 def _stage_shapes(plan: Plan, profile: MemoryProfile, stage: int) -> Iterator[tuple[int, int]]:
     """Local shapes of the weights whose gradients products add in place: every linear layer's but the router's."""
+    tensors = LayerTensors(plan, profile)
     for group in stage_groups(plan, stage):
         if group.kind in ("layer", "prediction"):
-            yield from _shapes(plan, operator_parameters(plan.model, group.operators))
+            for operator in group.operators:
+                if operator.kind is Kind.LINEAR and not (operator.fp32 or operator.shared):
+                    yield tensors.held(operator.makes), tensors.held(operator.takes)
     if plan.stages[stage].head:
-        yield LayerTensors(plan, profile).vocabulary, plan.model.hidden_size
-
-
-def _shapes(plan: Plan, parameters: Iterable[Parameter]) -> Iterator[tuple[int, int]]:
-    for parameter in parameters:
-        if len(parameter.shape) < 2 or parameter.name.endswith(".bias") or ".router." in parameter.name:
-            continue
-        if parameter.expert:
-            _, rows, columns = parameter.shape
-            local = [rows, columns]
-            if parameter.cut is not None:
-                local[parameter.cut[0] - 1] //= plan.layout.expert_tp
-            yield local[0], local[1]
-        else:
-            rows_of, columns_of = plan.leaf_sizes.local_slices(parameter, plan.layout.tp, 0)
-            yield rows_of.stop - rows_of.start, columns_of.stop - columns_of.start
+        yield tensors.vocabulary, plan.model.hidden_size
