@@ -1,11 +1,12 @@
-"""`Observer`: who wants to see the numbers of a training step while it runs."""
+"""`Observer` and `SumObserver`: who wants to see the numbers of a training step while it runs."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...core.layout.stage_parameters import Usage
 from .microbatch import Microbatch
 
 Slices = tuple[slice, ...]
@@ -58,3 +59,19 @@ class Observer(Protocol):
 
     def gathered(self, name: str, slices: Slices, tensor: Tensor) -> None:
         """This rank's slice of a parameter as that UNSHARD has brought it together: layers compute with it."""
+
+
+class SumObserver(Protocol):
+    """Sees what the sums of exact numerics are made of, for whoever explains a wrong one. Tensors are live, as those of
+    `Observer`."""
+
+    def computed(self, operation: str, operands: tuple[Any, ...], result: Any) -> None:
+        """A method of `Numerics` that is `observed`, what it was given and what it gave."""
+
+    def contributed(self, usage: Usage, first_sample: int, contribution: Any) -> Any:
+        """What a microbatch contributes to a gradient (`backend.numerics.contributions`), before it is added. Returns
+        the contribution: one that can be read only once is given back as another."""
+
+    def returned(self, exchange: Any, weights_TK: Tensor | None) -> None:
+        """Rows are back from their experts: results, of which a token's are multiplied with these weights and added, or
+        gradients (None)."""

@@ -155,6 +155,8 @@ class Gradients:
     def add(self, usage: Usage, first_sample: int, contribution: Contribution) -> None:
         """Takes one microbatch's contribution, in storage orientation; it belongs to this object now."""
         key = usage.key
+        if self._numerics.observer is not None:
+            contribution = self._numerics.observer.contributed(usage, first_sample, contribution)
         self._came.setdefault(first_sample, set()).add((key, usage.use))
         if self._context is not None and self._in_context(key):
             assert isinstance(contribution, (OpenSums, Sequence)), "exact numerics keep samples apart"

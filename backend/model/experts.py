@@ -98,6 +98,8 @@ class Experts(nn.Module):
             context, up, again=f"{self.up.name}.activation" if "moe_act" in context.recomputed_modules else None
         )
         results = _Exchanged.apply(self.down(units, exchange, self.combine_name), exchange, self, False)
+        if context.numerics.observer is not None:
+            context.numerics.observer.returned(exchange, weights_BSK.flatten(0, 1))
         y_TH = _Combined.apply(results, weights_BSK.flatten(0, 1), exchange.outgoing, context)
         return y_TH.view_as(x_BSH)
 
@@ -154,7 +156,10 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None, None]:
         exchange, experts, to_experts, layer = ctx.of
-        return experts.exchanged(drows, exchange, not to_experts, layer), None, None, None
+        moved = experts.exchanged(drows, exchange, not to_experts, layer)
+        if to_experts and experts.context.numerics.observer is not None:
+            experts.context.numerics.observer.returned(exchange, None)
+        return moved, None, None, None
 
 
 class _Combined(torch.autograd.Function):

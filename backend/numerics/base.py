@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..base.observe import SumObserver
 from ..transport.base import Group
 from .contributions import Accumulator, Contribution
 from .copies import Copies
@@ -41,8 +42,8 @@ class Scalar(Protocol):
 
 
 class Numerics(ExpertNumerics):
-    """The operations; `ExactNumerics` and `FastNumerics` say in which order they add. Stateless and
-    free to share between ranks.
+    """The operations; `ExactNumerics` and `FastNumerics` say in which order they add. Stateless but for an `observer`
+    of exact sums, and free to share between ranks.
 
     `group` arguments are tensor-parallel groups, except in `reduce_gradients`, whose group holds the copies of
     a stage. `tokens` says which tokens of each sequence the ranks hold between the cut layers; None means all
@@ -53,6 +54,7 @@ class Numerics(ExpertNumerics):
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.observer: SumObserver | None = None
 
     @abstractmethod
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:

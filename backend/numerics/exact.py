@@ -27,6 +27,7 @@ from .exact_gradients import ExactAccumulator, TokenNodes, finished_parts
 from .exact_sum import ExactSum, exact_sum
 from .expert_rows import ExactExpertNumerics
 from .heads import OwnedHeads, OwnedPart
+from .observed import observed
 from .open_sums import OpenKind, OpenSums
 from .owned_leaves import OwnedLeaves
 from .summands import Summands, merged, open_over, part_over, sum_over
@@ -59,6 +60,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         y = project_tiles(x_BSF.reshape(-1, features).float(), weight_CF.float(), leaves.bounds, blocks)
         return y.view(samples, sequence, -1).to(x_BSF.dtype)
 
+    @observed
     def partial_contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         """One product per (token block, leaf), whole leaves as K; a value for each of this rank's nodes of
         the tree over leaves."""
@@ -80,6 +82,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         """The tree over leaves spans the ranks."""
         return _over_ranks(group, partial, leaves.summands, tokens, dtype)
 
+    @observed
     def multiply(self, x_BSK: Tensor, matrix_KN: Tensor) -> Tensor:
         """One product per block of `reduction_token_block` tokens, between which sequence parallelism cuts."""
         samples, sequence, features = x_BSK.shape
@@ -89,6 +92,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
             multiply_into(y[first:last], x[first:last], matrix_KN)
         return y.view(samples, sequence, -1).to(x_BSK.dtype)
 
+    @observed
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
         """Per sample: one product per (token block, leaf), the tree over token blocks."""
         blocks = list(self._token_blocks(1, x_BSC.shape[1]))
@@ -109,6 +113,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         missing = -x.numel() % VECTOR_ELEMENTS
         return function(F.pad(x.flatten(), (0, missing)))[: x.numel()].view_as(x) if missing else function(x)
 
+    @observed
     def token_sums(self, x_BSN: Tensor, tokens: OwnedTokens | None = None) -> Contribution:
         """Per sample, by elementwise additions only: the width of a slice cannot matter. Of own tokens the
         tree nodes, [nodes, n]."""
@@ -121,6 +126,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         chunks = Chunks(sums.shape[1] * self.cp, self.cp, self.cp_rank)
         return self._over_sequence("tokens", chunks, [list(nodes) for nodes in node_sums(sums, chunks.nodes())])
 
+    @observed
     def head_sums(self, x_BSLQD: Tensor, heads: OwnedHeads | None) -> Contribution:
         """Per sample: the query heads of a key/value head are added first, then as `token_sums` the leaves
         (head, block of tokens)."""
@@ -139,6 +145,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
             [list(nodes) for nodes in node_sums(sums, open_nodes[self.cp_rank])],
         )
 
+    @observed
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
         """Per sample, rows in the order of their positions."""
         return [

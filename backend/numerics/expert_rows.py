@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ...core.base.reduction import NestedTree, cut
 from ...core.program.expert_tokens import ExpertNodes, joined_nodes
+from ..base.observe import SumObserver
 from ..transport.base import Group
 from .contributions import Accumulator, Contribution, ExpertContribution, Leaf
 from .copies import Copies
+from .observed import observed
 from .owned_leaves import OwnedLeaves
 from .tree import add_in_place, fold
 
@@ -55,6 +57,8 @@ class ExpertRows:
 
 class ExpertNumerics(ABC):
     """The operations that experts need of `Numerics`."""
+
+    observer: SumObserver | None
 
     @abstractmethod
     def project_experts(self, x_NF: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
@@ -116,6 +120,7 @@ class ExactExpertNumerics(ExpertNumerics):
             columns.append(column)
         return torch.cat(columns, 1).to(x_NF.dtype)
 
+    @observed
     def contract_experts(self, x_NC: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
         x, weight = x_NC.float(), weight_ECF.float()
         nodes = leaves.nodes(leaves.tp_rank)

@@ -24,11 +24,11 @@ from ..ledger.relations import in_bf16
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...backend.model.router import Routing
     from ...backend.numerics.base import Numerics
     from ...backend.ranks.training_rank import TrainingRank
     from ...backend.tensor_parallel.norm import Norm
     from ...core.layout.leaves import Leaves
+    from ...core.layout.stage_parameters import Usage
     from ...core.model.parameters import Parameter
 
 MAX_ELEMENTS = 2**25
@@ -94,130 +94,75 @@ class ContributionWriter(LedgerWriter):
     _rows: list[np.ndarray] = field(default_factory=list)
     _input: np.ndarray | None = None
     _head_norm: Any = None
+    _numerics: Any = None
 
     def follow(self, rank: TrainingRank) -> None:
         """Looks into what a training rank, a `backend.ranks.training_rank.TrainingRank` of a layout of one,
         computes from now on."""
-        if self.wanted.phase == GRADIENT:
-            self._follow_gradients(rank)
-        elif self.wanted.sample is not None:
-            self._follow_products(rank)
-
-    # Gradients of parameters: the numerics make a contribution of one microbatch, and hand it to `Gradients.add`
-
-    def _follow_gradients(self, rank: Any) -> None:
-        numerics = rank.numerics
-        for name, blocks_of in (
-            ("weight_gradient", _weight_blocks),
-            ("token_sums", _token_blocks),
-            ("head_sums", _head_blocks),
-            ("embedding_gradient", _lookup_blocks),
-        ):
-            setattr(numerics, name, self._remembering(getattr(numerics, name), blocks_of, numerics))
+        self._numerics = rank.numerics
+        if self.wanted.phase == GRADIENT or self.wanted.sample is not None:
+            rank.numerics.observer = self
         for stage in rank.stages.values():
-            stage.gradients.add = self._added(stage.gradients.add, numerics.gradient_block)
+            if stage.head is not None and self.wanted.tensor == f"layers.{max(stage.stage.layers, default=0)}.output":
+                self._head_norm = stage.head.norm
 
-    def _remembering(
-        self, compute: Callable[..., object], blocks_of: Callable[..., Any], numerics: object
-    ) -> Callable[..., Any]:
-        def computed(*operands: Any) -> Any:
-            result = compute(*operands)
-            self._last = result, lambda: blocks_of(numerics, *operands)
-            return result
+    def computed(self, operation: str, operands: tuple[Any, ...], result: Any) -> None:
+        """Sums over tokens make the contribution of one microbatch to a gradient, which `contributed` sees next;
+        products are what was multiplied last before an activation or its gradient is seen."""
+        if self.wanted.phase == GRADIENT:
+            if blocks := _BLOCKS.get(operation):
+                self._last = result, lambda: blocks(self._numerics, *operands)
+        elif operation == "partial_contract":
+            x_BSC, weight_CF, leaves = operands
+            x, weight = _wide(x_BSC), _wide(weight_CF)
+            for leaf, (lo, hi) in enumerate(leaves.bounds):
+                self._found.append((Part(leaf=leaf, num_leaves=leaves.num_leaves), x[0, :, lo:hi] @ weight[lo:hi]))
+            self._narrow.append(in_bf16(x[0]) @ in_bf16(weight))
+        elif operation == "multiply":
+            x, matrix = map(_wide, operands)
+            self._found.append((Part(use="the layer that no rank cuts"), x[0] @ matrix))
+            self._narrow.append(in_bf16(x[0]) @ in_bf16(matrix))
+        elif operation == "contract_experts":
+            x_NC, weight_ECF, rows, leaves = operands
+            self._rows = list(_expert_rows(_wide(x_NC), _wide(weight_ECF), rows, leaves.bounds))
 
-        return computed
+    def contributed(self, usage: Usage, first_sample: int, contribution: Any) -> Any:
+        """The parts of a gradient: of a sequence, or of blocks of its tokens."""
+        last, self._last = self._last, None
+        if (usage.parameter.name, self.step) != (self.wanted.tensor, self.wanted.step):
+            return contribution
+        # of experts: leaves (sample, block of tokens), made as they are taken
+        if not isinstance(contribution, Sequence):
+            block = self._numerics.gradient_block
+            contribution = [(leaf, value.clone()) for leaf, value in contribution]
+            whole = [
+                (Part(sample, (block * at, block * (at + 1))), _wide(value)) for (sample, at), value in contribution
+            ]
+            contribution = iter(contribution)
+        elif last is not None and last[0] is contribution:
+            samples = enumerate(last[1](), first_sample)
+            whole = [(replace(part, sample=sample), value) for sample, blocks in samples for part, value in blocks]
+        else:
+            whole = [(Part(sample), _wide(value)) for sample, value in enumerate(contribution, first_sample)]
+        use = usage.role or (str(usage.use) if usage.use else None)
+        self._found += [(replace(part, use=use), _oriented(usage.parameter, value)) for part, value in whole]
+        return contribution
 
-    def _added(self, add: Callable[..., None], block: int) -> Callable[..., None]:
-        def added(usage: Any, first_sample: int, contribution: Any) -> None:
-            if usage.parameter.name == self.wanted.tensor and self.step == self.wanted.step:
-                # of experts: leaves (sample, block of tokens), made as they are taken
-                if not isinstance(contribution, Sequence):
-                    contribution = [(leaf, value.clone()) for leaf, value in contribution]
-                    whole = [
-                        (Part(sample, (block * at, block * (at + 1))), _wide(value))
-                        for (sample, at), value in contribution
-                    ]
-                    contribution = iter(contribution)
-                elif self._last is not None and self._last[0] is contribution:
-                    samples = enumerate(self._last[1](), first_sample)
-                    whole = [
-                        (replace(part, sample=sample), value) for sample, blocks in samples for part, value in blocks
-                    ]
-                else:
-                    whole = [(Part(sample), _wide(value)) for sample, value in enumerate(contribution, first_sample)]
-                use = usage.role or (str(usage.use) if usage.use else None)
-                self._found += [(replace(part, use=use), _oriented(usage.parameter, value)) for part, value in whole]
-            self._last = None
-            add(usage, first_sample, contribution)
-
-        return added
+    def returned(self, exchange: Any, weights_TK: Tensor | None) -> None:
+        """The rows that come back from every expert: in a forward its results, to be multiplied with their weights, or
+        gradients."""
+        if self.wanted.phase == GRADIENT:
+            return
+        inverse = exchange.inverse.cpu().numpy()
+        for leaf, values in enumerate(self._rows):
+            label = Part(leaf=leaf, num_leaves=len(self._rows))
+            self._found += _by_expert(label, values[inverse], exchange.outgoing, weights_TK)
 
     def scalar(self, name: str, value: float) -> None:
         """By then all gradients of a step are there."""
         super().scalar(name, value)
         if self.wanted.phase == GRADIENT and self.step == self.wanted.step:
             self._finish()
-
-    # Activations and their gradients: what was multiplied last before they are seen
-
-    def _follow_products(self, rank: Any) -> None:
-        numerics = rank.numerics
-        compute = numerics.partial_contract
-
-        def computed(x_BSC: Any, weight_CF: Any, leaves: Any) -> object:
-            x, weight = _wide(x_BSC), _wide(weight_CF)
-            for leaf, (lo, hi) in enumerate(leaves.bounds):
-                self._found.append((Part(leaf=leaf, num_leaves=leaves.num_leaves), x[0, :, lo:hi] @ weight[lo:hi]))
-            self._narrow.append(in_bf16(x[0]) @ in_bf16(weight))
-            return compute(x_BSC, weight_CF, leaves)
-
-        numerics.partial_contract = computed
-        multiply = numerics.multiply
-
-        def multiplied(x_BSK: Tensor, matrix_KN: Tensor) -> object:
-            x, matrix = _wide(x_BSK), _wide(matrix_KN)
-            self._found.append((Part(use="the layer that no rank cuts"), x[0] @ matrix))
-            self._narrow.append(in_bf16(x[0]) @ in_bf16(matrix))
-            return multiply(x_BSK, matrix_KN)
-
-        numerics.multiply = multiplied
-        contract_experts = numerics.contract_experts
-
-        def computed_experts(x_NC: Any, weight_ECF: Any, rows: Any, leaves: Any) -> Tensor:
-            self._rows = list(_expert_rows(_wide(x_NC), _wide(weight_ECF), rows, leaves.bounds))
-            return contract_experts(x_NC, weight_ECF, rows, leaves)
-
-        numerics.contract_experts = computed_experts
-        for stage in rank.stages.values():
-            if stage.head is not None and self.wanted.tensor == f"layers.{max(stage.stage.layers, default=0)}.output":
-                self._head_norm = stage.head.norm
-            for experts in (module for module in stage.modules() if hasattr(module, "exchanged")):
-                self._follow_experts(experts)
-
-    def _follow_experts(self, experts: Any) -> None:
-        """The rows that come back from every expert: in a forward its results, to be multiplied with their
-        weights, or gradients."""
-        forward, exchanged = experts.forward, experts.exchanged
-        weights: list[Any] = []
-
-        def seen(x_BSH: Tensor, routing: Routing) -> object:
-            weights.append(routing.weights_BSK.flatten(0, 1))
-            y_BSH = forward(x_BSH, routing)
-            weights.pop()
-            return y_BSH
-
-        def brought(rows: object, exchange: Any, to_experts: bool, layer: str) -> Tensor:
-            result = exchanged(rows, exchange, to_experts, layer)
-            if not to_experts:
-                inverse = exchange.inverse.cpu().numpy()
-                for leaf, values in enumerate(self._rows):
-                    label = Part(leaf=leaf, num_leaves=len(self._rows))
-                    self._found += _by_expert(
-                        label, values[inverse], exchange.outgoing, weights[-1] if weights else None
-                    )
-            return result
-
-        experts.forward, experts.exchanged = seen, brought
 
     def _enter(self, key: Key, values: np.ndarray, shape: tuple[int, ...], region: Region) -> None:
         super()._enter(key, values, shape, region)
@@ -314,6 +259,15 @@ def _expert_rows(
             here = slice(group.first, group.last)
             total[here] = x_NC[here, lo:hi] @ weight_ECF[group.expert, lo:hi]
         yield total
+
+
+_BLOCKS: dict[str, Callable[..., Blocks]] = {
+    "weight_gradient": _weight_blocks,
+    "token_sums": _token_blocks,
+    "head_sums": _head_blocks,
+    "embedding_gradient": _lookup_blocks,
+}
+"""A sum over tokens -> its parts."""
 
 
 def _by_expert(label: Part, rows: np.ndarray, outgoing: Any, weights_TK: Any) -> Iterator[tuple[Part, np.ndarray]]:
