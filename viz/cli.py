@@ -6,9 +6,10 @@ import argparse
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.base.errors import PlanError, TimelineError
+from ..core.base.files import write_text
 from ..core.base.terminal import say, width_of
 from ..core.commands.commands import Command, service
 from ..core.commands.options import (
@@ -23,6 +24,11 @@ from ..core.schedule.timeline import Timeline
 from .axis import TimeUnit
 from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
 from .lanes import compare_lanes
+
+if TYPE_CHECKING:
+    import networkx
+
+GRAPH_SUFFIX = ".graphml"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,13 +66,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help=(f"write {' '.join(SUFFIXES)} instead of the terminal; - is standard output"),
+        help=(
+            f"write {' '.join(SUFFIXES)} instead of the terminal, or {GRAPH_SUFFIX}: what every action of a schedule "
+            "waits for; - is standard output"
+        ),
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Draws; exit code 0."""
     output = None if args.output in (None, "-") else args.output
+    if output is not None and output.endswith(GRAPH_SUFFIX):
+        return _write_graph(args, output)
     if output is not None:
         kind_of(output)  # a wrong suffix is reported before the simulation
     timeline, time_unit = _read(args)
@@ -104,6 +115,30 @@ def run(args: argparse.Namespace) -> int:
             report["lanes"] = [lane.report() for lane in compare_lanes(timeline, other)]
         print(json.dumps(report, indent=2))
     return 0
+
+
+def _write_graph(args: argparse.Namespace, output: str) -> int:
+    """Writes the dependency graph of what runs; exit code 0."""
+    name = args.plan or ""
+    if args.compare is not None or name.endswith((".json", ".json.gz")):
+        what = f"--compare {args.compare}" if args.compare is not None else f"{name}, a recorded timeline,"
+        raise PlanError(f"{what} has no place in {output}, the graph of one schedule. Give a plan.toml or a schedule.")
+    schedule = read_csv(name) if name.endswith(".csv") else service("simulate")(read_any_plan(args)).run.graph.schedule
+    graph = schedule.graph()
+    write_text(output, graphml(graph))
+    say(f"written: {output}", sys.stderr)
+    if args.json:
+        report = {"num_actions": graph.number_of_nodes(), "num_waits": graph.number_of_edges(), "file": output}
+        print(json.dumps(report, indent=2))
+    return 0
+
+
+def graphml(graph: networkx.DiGraph) -> str:
+    """A dependency graph as GraphML (http://graphml.graphdrawing.org), which graph editors and networkx read."""
+    import networkx
+
+    named = networkx.relabel_nodes(graph, {place: f"rank {place[0]} action {place[1]}" for place in graph})
+    return "\n".join(networkx.generate_graphml(named)) + "\n"
 
 
 def summary(timeline: Timeline) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What each action computes and sends on one rank: the one description that is priced and executed.
 No seconds and no tensors.
 
-Each layer type is described once, as a `Op`: what its forward, its input gradient and its weight gradient
-compute and send. `operations` assembles the actions of a stage from them. Exact and fast numerics share the products
+An `Op` says what one operator of the model (`core.model.operators`) does on a rank: what its forward, its input
+gradient and its weight gradient compute and send. `operations` assembles the actions of a stage from them. Exact and fast numerics share the products
 and differ in the collectives: fast numerics leave the sum to the library, exact numerics move partial sums and add them
 in a fixed order (`core.base.reduction`).
 

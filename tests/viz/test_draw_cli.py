@@ -5,11 +5,14 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
+import networkx
 import pytest
 
-from shardproof import Timeline, draw
+from shardproof import Plan, Timeline, draw, lower
 from shardproof.core.commands.cli import main
+from shardproof.core.plan.schedule_of import schedule_for
 
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
@@ -148,3 +151,29 @@ def test_colour_is_for_terminals_and_no_color_turns_it_off(folder):
     plain = on_a_terminal(folder, NO_COLOR="1")
     assert "\x1b" not in plain and "|F0" in plain
     assert "\x1b" not in on_a_terminal(folder, TERM="dumb")
+
+
+@pytest.mark.parametrize("source", ["plan", "schedule"])
+def test_the_waits_of_a_schedule_are_written_as_graphml(source, tmp_path, capsys):
+    plan = Path(__file__).parents[2] / "examples" / "tiny_tp2_pp2_dp2.toml"
+    lowered = lower(schedule_for(Plan.from_toml(plan.read_text(encoding="utf-8"))))
+    given = tmp_path / "schedule.csv"
+    given.write_text(lowered.to_csv(), encoding="utf-8")
+    output = tmp_path / "waits.graphml"
+    assert main(["draw", str(plan if source == "plan" else given), "-o", str(output), "--json"]) == 0
+    graph, expected = networkx.read_graphml(output), lowered.graph()
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {"num_actions": len(lowered), "num_waits": expected.number_of_edges(), "file": str(output)}
+    assert sorted(data["action"] for _, data in graph.nodes(data=True)) == sorted(map(str, lowered.actions))
+    named = {
+        (f"rank {a[0]} action {a[1]}", f"rank {b[0]} action {b[1]}", why) for a, b, why in expected.edges(data="why")
+    }
+    assert set(graph.edges(data="why")) == named
+
+
+@pytest.mark.parametrize("options", [["--compare", "other.toml"], []])
+def test_a_graph_is_of_one_schedule_and_not_of_a_recorded_timeline(options, tmp_path, capsys):
+    plan = str(Path(__file__).parents[2] / "examples" / "tiny_tp2_pp2_dp2.toml") if options else "run.timeline.json"
+    assert main(["draw", plan, *options, "-o", str(tmp_path / "waits.graphml")]) == 2
+    assert "has no place in" in capsys.readouterr().err
+    assert not (tmp_path / "waits.graphml").exists()

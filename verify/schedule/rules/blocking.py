@@ -92,8 +92,7 @@ def partners(schedule: Schedule, hops: Sequence[Hops]) -> np.ndarray:
 
 def _circle(rank: int, waits_for: np.ndarray) -> np.ndarray:
     """The ranks of one circle; following any stuck rank's peer leads into one."""
-    path: list[int] = []
-    while rank not in path:
-        path.append(rank)
-        rank = int(waits_for[rank])
-    return np.array(path[path.index(rank) :])
+    import networkx
+
+    waits = networkx.DiGraph(enumerate(waits_for.tolist()))
+    return np.array([tail for tail, _ in networkx.find_cycle(waits, rank)])
