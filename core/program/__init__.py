@@ -2,9 +2,9 @@
 No seconds and no tensors.
 
 An `Op` says what one operator of the model (`core.model.operators`) does on a rank: what its forward, its input
-gradient and its weight gradient compute and send. `operations` assembles the actions of a stage from them. Exact and fast numerics share the products
-and differ in the collectives: fast numerics leave the sum to the library, exact numerics move partial sums and add them
-in a fixed order (`core.base.reduction`).
+gradient and its weight gradient compute and send. `operations` assembles the actions of a stage from them. Exact and
+fast numerics share the products and differ in the collectives: fast numerics leave the sum to the library, exact
+numerics move partial sums and add them in a fixed order (`core.base.reduction`).
 
 Letters: b samples per microbatch, s sequence, h hidden, n tensor-parallel size, cp context-parallel size. Norms,
 biases, activations, rotations and softmax are elementwise or row-wise work without products; they are not listed here.

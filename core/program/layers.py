@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from ..base.reduction import cut
 from ..model.blocks import Block, embedding_block, head_block, layer_blocks, prediction_blocks, stage_blocks
+from ..model.model import ModelSpec
 from ..model.operators import Kind, Operator
 from ..model.roles import Role
 from .attention import attention_core
@@ -51,9 +52,13 @@ class Group:
         return sum(operator.role is role for operator in self.operators)
 
     @cached_property
-    def part(self) -> tuple[tuple[Operator, ...], bool]:
-        """What distinguishes one of its parts from those of other groups, names apart."""
-        return self.operators, self.recomputed
+    def part(self) -> int:
+        """A number that its parts share with those of other groups that are equal but for their names."""
+        return _PARTS.setdefault((self.operators, self.recomputed), next(_NUMBERS))
+
+
+_PARTS: dict[tuple[tuple[Operator, ...], bool], int] = {}
+_NUMBERS = itertools.count()
 
 
 def stage_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
@@ -61,28 +66,38 @@ def stage_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
     has priced the stage."""
     key = ("stage_groups", stage)
     if key not in plan.memo:
-        plan.memo[key] = tuple(_groups(plan, stage))
+        content = plan.stages[stage]
+        runs, everything = recomputed_runs(plan, content.first_layer, content.last_layer), recomputes_all(plan)
+        layers = (content.first_layer, content.last_layer)
+        plan.memo[key] = _groups(plan.model, layers, content.embedding, content.head, runs, everything)
     found: tuple[Group, ...] = plan.memo[key]
     return found
 
 
-def _groups(plan: Plan, stage: int) -> Iterator[Group]:
-    content, model = plan.stages[stage], plan.model
-    if content.embedding:
-        yield Group((embedding_block(model),))
-    runs = recomputed_runs(plan, content.first_layer, content.last_layer)
+@lru_cache(maxsize=4096)
+def _groups(
+    model: ModelSpec,
+    layers: tuple[int, int],
+    embedding: bool,
+    head: bool,
+    runs: tuple[tuple[int, int], ...],
+    everything: bool,
+) -> tuple[Group, ...]:
+    """The groups of a stage whose `runs` of layers are recomputed, or with `everything` all layers; kept, because a
+    search asks for the same ones over and over."""
 
     def kind(block: Block) -> tuple[tuple[Operator, ...], bool]:
         return block.operators, any(start <= block.layer < end for start, end in runs)
 
-    own = layer_blocks(model)[content.first_layer : content.last_layer]
-    for (_, recomputed), equal in itertools.groupby(own, kind):
+    groups = [Group((embedding_block(model),))] if embedding else []
+    for (_, recomputed), equal in itertools.groupby(layer_blocks(model)[slice(*layers)], kind):
         first, *others = equal
-        yield Group((first,), 1 + len(others), recomputed)
-    if content.head:
+        groups.append(Group((first,), 1 + len(others), recomputed))
+    if head:
         if modules := prediction_blocks(model):
-            yield Group(modules[:3], len(modules) // 3, recomputes_all(plan))
-        yield Group((head_block(model),))
+            groups.append(Group(modules[:3], len(modules) // 3, everything))
+        groups.append(Group((head_block(model),)))
+    return tuple(groups)
 
 
 def composition(groups: Iterable[Group]) -> tuple[object, ...]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from ...core.model.blocks import Block, layer_blocks
-from ...core.model.operators import Operator
 from ...core.plan.plan import Plan
 from ...core.program import Group, composition, stage_groups
 from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
@@ -45,7 +44,7 @@ def layer_activation_bytes(plan: Plan, layer: int = 0) -> int:
     return _layer_memory(tensors, layer_blocks(plan.model)[layer], plan.recompute.mode == "full").retained_bytes
 
 
-_Parts = dict[tuple[tuple[Operator, ...], bool], TapeMemory]
+_Parts = dict[int, TapeMemory]
 """`Group.part` -> its tape."""
 
 
