@@ -18,15 +18,11 @@ from ..core.base.terminal import say
 from ..core.base.units import format_bytes
 from ..core.commands.commands import Command, service
 from ..core.commands.options import add_output, add_plan, check_output, emit, read_any_plan
-from ..core.plan.plan import ModularPlan, Plan
-from ..core.plan.schedule_of import schedule_for
-from ..core.schedule import lower
-from ..core.schedule.schedule import Schedule
+from ..core.plan.plan import AnyPlan, only_model
 from .checkpoint.resume import Resumption
 from .data.vocabulary import no_bytes
 from .dry_run import dry_run_report, dry_run_text
 from .huggingface.config import check_load, check_save
-from .modules_plan import only_model
 from .trainer import Trainer, TrainResult
 from .unsupported import unsupported
 
@@ -95,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError([*problems, *tokens])
     if args.save_huggingface is not None:
         check_save(only_model(plan, "--save-huggingface"), args.save_huggingface)
-    if isinstance(plan, Plan):
-        check_load(plan)
-        _refuse_broken(plan, lower(schedule_for(plan)))
+    for part in plan.parts:
+        check_load(part)
+    _refuse_broken(plan)
     if args.dry_run:
         for notice in tokens:
             say(f"without --dry-run this is refused: {notice}", sys.stderr)
@@ -169,7 +165,7 @@ def print_step(num_steps: int, result: StepResult) -> None:
     )
 
 
-def resumption_text(plan: Plan | ModularPlan, resumption: Resumption | None) -> str:
+def resumption_text(plan: AnyPlan, resumption: Resumption | None) -> str:
     """What `--resume` found."""
     if resumption is None:
         return f"resume: no checkpoint in {plan.checkpoint.folder} yet, so training starts from the beginning"
@@ -199,9 +195,9 @@ def result_text(result: TrainResult) -> str:
     )
 
 
-def _refuse_broken(plan: Plan, schedule: Schedule) -> None:
+def _refuse_broken(plan: AnyPlan) -> None:
     """Raises `ScheduleError` for a schedule that would stop halfway: a file may hold anything."""
-    findings = service("check")(schedule, plan=plan)
+    findings = service("check_plan")(plan)
     if has_errors(findings):
         raise ScheduleError("\n".join(str(finding) for finding in findings))
 

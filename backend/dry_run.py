@@ -18,11 +18,9 @@ from ..core.base.units import format_bytes, format_count
 from ..core.commands.commands import service
 from ..core.layout.stages import StageLayers
 from ..core.machine.variation import NO_VARIATION
-from ..core.model.parameters import count_parameters
-from ..core.plan.plan import ModularPlan, ModulePlan, Plan
-from ..core.plan.schedule_of import part_schedule, schedule_for
+from ..core.plan.plan import AnyPlan, Plan
+from ..core.plan.schedule_of import part_schedule
 from ..core.program import rank_elements
-from ..core.schedule import lower
 from ..core.schedule.action import Action
 from ..core.schedule.schedule import Schedule
 
@@ -67,13 +65,13 @@ class RankGroup:
         return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
-def dry_run_text(plan: Plan | ModularPlan) -> str:
+def dry_run_text(plan: AnyPlan) -> str:
     """What the ranks would hold and do, a line for each group."""
-    lines = [_run_text(part) for part in ((plan,) if isinstance(plan, Plan) else plan.parts)]
+    lines = [_run_text(part) for part in plan.parts]
     return "\n".join([*lines, *(_group_text(group) for group in rank_groups(plan))])
 
 
-def dry_run_report(plan: Plan | ModularPlan) -> dict[str, Any]:
+def dry_run_report(plan: AnyPlan) -> dict[str, Any]:
     """The JSON form: `world_size`, `schedule`, `groups` and `ranks`.
 
     `groups` is a list of equal ranks: `ranks` (list of [first, last]), `num_ranks`, `pp`, `stages`,
@@ -86,36 +84,26 @@ def dry_run_report(plan: Plan | ModularPlan) -> dict[str, Any]:
     ranks = [rank for group in groups for rank in _single(plan, group)] if plan.world_size <= MOST_RANKS_LISTED else []
     return {
         "world_size": plan.world_size,
-        "schedule": schedule_for(plan).name if isinstance(plan, Plan) else plan.schedule.name,
+        "schedule": part_schedule(plan, plan.parts[0], plan.parts[0].num_microbatches).name,
         "groups": [_group_report(group) for group in groups],
         "ranks": sorted(ranks, key=lambda rank: rank["global_rank"]),
     }
 
 
-def rank_groups(plan: Plan | ModularPlan) -> Iterator[RankGroup]:
+def rank_groups(plan: AnyPlan) -> Iterator[RankGroup]:
     """The groups of equal ranks, by module and pipeline rank."""
-    if isinstance(plan, Plan):
-        yield from _groups(plan, lambda count: lower(schedule_for(plan, count)), _peaks(plan))
-        return
-    unvaried = replace(plan, variation=NO_VARIATION)  # memory does not vary, and steps of modules are not drawn
-    peaks = [
-        Peak(each.peak_bytes, each.peak_action, each.components()) for each in service("simulate")(unvaried).memory
-    ]
+    rows = service("fit")(replace(plan, variation=NO_VARIATION)).report["per_rank"]  # what ranks hold does not vary
+    peaks = [Peak(row["peak_memory_bytes"], row["peak_memory_action"], row["memory_bytes"]) for row in rows]
     for part in plan.parts:
-        own = peaks[part.first_stage : part.first_stage + part.layout.pp]
-        yield from _groups(part, lambda count, part=part: part_schedule(plan, part, count), own, part.first_stage)
+        yield from _groups(plan, part, peaks[part.first_stage :])
 
 
-def _peaks(plan: Plan) -> list[Peak]:
-    """What `fit` says of every pipeline rank."""
-    rows = service("fit")(plan).report["per_rank"]
-    return [Peak(row["peak_memory_bytes"], row["peak_memory_action"], row["memory_bytes"]) for row in rows]
-
-
-def _groups(plan: Plan, schedule_of: Any, peaks: list[Peak], first_stage: int = 0) -> Iterator[RankGroup]:
-    """The groups of one model; stages and actions count from `first_stage`."""
-    layout, first_rank = plan.layout, plan.layout.global_rank()
-    classes = [(lo, hi, schedule_of(plan.microbatches_of(lo))) for lo, hi in _equal_replicas(plan)]
+def _groups(whole: AnyPlan, plan: Plan, peaks: list[Peak]) -> Iterator[RankGroup]:
+    """The groups of a part of the whole; `peaks` begin with its first pipeline rank's."""
+    layout, first_rank = plan.layout, plan.first_rank
+    classes = [
+        (lo, hi, part_schedule(whole, plan, plan.microbatches_of(lo))) for lo, hi in _equal_replicas(plan)
+    ]
     members = np.sort(np.array(layout.groups("tp-cp-ep-dp")), axis=1)
     for pp_rank, ranks in enumerate(members):
         tp_rank, dp_rank = (_coordinate(ranks - first_rank, plan, axis) for axis in ("tp", "dp"))
@@ -123,7 +111,7 @@ def _groups(plan: Plan, schedule_of: Any, peaks: list[Peak], first_stage: int = 
         for lo, hi, schedule in classes:
             for number in np.unique(elements)[::-1].tolist():
                 chosen = ranks[(elements == number) & (lo <= dp_rank) & (dp_rank < hi)]
-                yield _group(plan, pp_rank, chosen, schedule, number, peaks[pp_rank], (lo, hi), first_stage)
+                yield _group(plan, pp_rank, chosen, schedule, number, peaks[pp_rank], (lo, hi))
 
 
 def _group(
@@ -134,12 +122,11 @@ def _group(
     elements: int,
     peak: Peak,
     replicas: tuple[int, int],
-    first_stage: int,
 ) -> RankGroup:
-    row = schedule.row(pp_rank)
+    row, first_stage = schedule.row(pp_rank), plan.first_stage
     first, last = (plan.samples_of(dp_rank) for dp_rank in (replicas[0], replicas[1] - 1))
     return RankGroup(
-        module=plan.name if isinstance(plan, ModulePlan) else None,
+        module=plan.name or None,
         pp_rank=pp_rank,
         ranks=ranks,
         stages=tuple(stage_text(plan.stages[stage], first_stage) for stage in schedule.placement.stages_of(pp_rank)),
@@ -168,9 +155,9 @@ def _coordinate(places: np.ndarray, plan: Plan, axis: str) -> np.ndarray:
     return places // stride % layout.sizes[axis]
 
 
-def _single(plan: Plan | ModularPlan, group: RankGroup) -> Iterator[dict[str, Any]]:
+def _single(plan: AnyPlan, group: RankGroup) -> Iterator[dict[str, Any]]:
     """The ranks of a group, one by one."""
-    part = plan if isinstance(plan, Plan) else plan.part_named(str(group.module))
+    part = plan.part_of(int(group.ranks[0]))
     for global_rank in group.ranks.tolist():
         at = part.layout.coordinates(global_rank)
         yield {
@@ -224,14 +211,10 @@ def _group_text(group: RankGroup) -> str:
 
 def _run_text(plan: Plan) -> str:
     """The run of a plan, or of one of its modules."""
-    layout, name = plan.layout, f"module {plan.name}, " if isinstance(plan, ModulePlan) else ""
-    if isinstance(plan, ModulePlan):
-        num_parameters = sum(each.num_elements for each in plan.held_parameters)
-    else:
-        num_parameters = count_parameters(plan.model)
+    layout, name = plan.layout, f"module {plan.name}, " if plan.name else ""
     zero = f" zero={layout.zero}" if layout.zero else ""
     return (
-        f"{name}{plan.model.name}: {format_count(num_parameters)} parameters on {layout.world_size} ranks "
+        f"{name}{plan.model.name}: {format_count(plan.num_parameters)} parameters on {layout.world_size} ranks "
         f"(tp={layout.tp} pp={layout.pp} vpp={layout.vpp} dp={layout.dp}{zero}), {plan.num_microbatches} "
         "microbatches of "
         f"{plan.batch.micro_size} x {plan.batch.sequence} tokens per replica, "

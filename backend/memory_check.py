@@ -15,7 +15,7 @@ from ..core.base.errors import PlanError
 from ..core.base.units import format_bytes
 from ..core.commands.commands import service
 from ..core.machine.host import available_memory_bytes
-from ..core.plan.plan import ModularPlan, Plan
+from ..core.plan.plan import AnyPlan
 from .dry_run import rank_groups
 
 STATES = ("weights", "gradients", "optimizer")
@@ -41,7 +41,7 @@ class Need:
     largest: str
 
 
-def check_memory(plan: Plan | ModularPlan, transport: str, available_bytes: float | None = None) -> str | None:
+def check_memory(plan: AnyPlan, transport: str, available_bytes: float | None = None) -> str | None:
     """A warning where memory may run out, None where there is enough or none can know. Raises
     `PlanError` where it cannot do.
 
@@ -73,7 +73,7 @@ def check_memory(plan: Plan | ModularPlan, transport: str, available_bytes: floa
     return None
 
 
-def need_of(plan: Plan | ModularPlan, transport: str) -> Need:
+def need_of(plan: AnyPlan, transport: str) -> Need:
     """What the ranks that this machine is to run take: all, or under torchrun
     `LOCAL_WORLD_SIZE` of them from `RANK` on."""
     first, count = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size))
@@ -95,14 +95,14 @@ def need_of(plan: Plan | ModularPlan, transport: str) -> Need:
     return Need(num_ranks, certain, peaks + processes, max(states, key=lambda name: states[name]))
 
 
-def _as_run(plan: Plan | ModularPlan) -> Plan | ModularPlan:
+def _as_run(plan: AnyPlan) -> AnyPlan:
     """The plan with the memory of our own backend, whatever stack it is modelled for."""
     return replace(plan, runtime=replace(plan.runtime, profile="shardproof"))
 
 
-def _check_device(plan: Plan | ModularPlan) -> str | None:
+def _check_device(plan: AnyPlan) -> str | None:
     """`fit`, for a plan that says which GPUs it is for: refuses what does not fit."""
-    if not isinstance(plan, Plan) or plan.cluster.name == "this-host":
+    if plan.cluster.name == "this-host":
         return None
     if findings := service("fit")(_as_run(plan)).findings:
         raise PlanError([f"{finding.where}: {finding.what} {finding.hint}" for finding in findings])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.base.errors import DivergedError, PlanError, RankFailure, ShardproofError
 from ..core.base.terminal import say
-from ..core.plan.plan import ModularPlan, Plan
+from ..core.plan.plan import AnyPlan, only_model
 from ..core.schedule.timeline import MemorySample, Span, Timeline
 from .base.libraries import libraries_of
 from .base.measured_peak import MeasuredPeak
@@ -23,7 +23,6 @@ from .huggingface.config import check_load, check_save
 from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, torchrun_transport, under_torchrun
 from .memory_check import check_memory
-from .modules_plan import only_model
 from .unsupported import unsupported
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class TrainJob:
     is the folder that the trained weights are written to, `resume` the checkpoint that training goes on from.
     """
 
-    plan: Plan | ModularPlan
+    plan: AnyPlan
     model: BlockFactory | None = None
     on_step: Callable[[StepResult], None] | None = None
     observer: Callable[[int], Observer | None] | None = None
@@ -137,7 +136,7 @@ class Trainer:
 
     def __init__(
         self,
-        plan: Plan | ModularPlan,
+        plan: AnyPlan,
         model: BlockFactory | None = None,
         *,
         transport: TransportName = "gloo",
@@ -150,8 +149,8 @@ class Trainer:
         if problems := [*unsupported(plan), *no_bytes(plan)]:
             raise PlanError(problems)
         self.resumption = resumption(plan, resume=resume)
-        if isinstance(plan, Plan):
-            check_load(plan)
+        for part in plan.parts:
+            check_load(part)
         if save_huggingface is not None:
             check_save(only_model(plan, "save_huggingface"), save_huggingface)
         self.plan = plan
@@ -282,7 +281,7 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
         )
 
 
-def _own_folder(transport: Transport, plan: Plan | ModularPlan) -> AbstractContextManager[None]:
+def _own_folder(transport: Transport, plan: AnyPlan) -> AbstractContextManager[None]:
     """Holds the plan's folder of checkpoints, if it has one, for this run alone."""
     if plan.checkpoint.folder is None:
         return nullcontext()
@@ -295,7 +294,7 @@ def _own_folder(transport: Transport, plan: Plan | ModularPlan) -> AbstractConte
 
 def run_steps(
     transport: Transport,
-    plan: Plan | ModularPlan,
+    plan: AnyPlan,
     *,
     steps: int | None = None,
     model: BlockFactory | None = None,
@@ -311,7 +310,7 @@ def run_steps(
     `save_huggingface`, if it is given."""
     from .huggingface.save import check_complete, save_weights
     from .pipeline.measure import gather_recorded
-    from .ranks.modules import training_rank
+    from .ranks.rank_of_plan import training_rank
     from .transport.gather_values import gather_values
 
     steps = plan.train.steps if steps is None else steps
@@ -386,13 +385,10 @@ def _step_ending_at_ctrl_c(
     return result, (spans, meter.samples, peak)
 
 
-def _timeline(plan: Plan | ModularPlan, everyone: Sequence[Any], step: int) -> Timeline:
+def _timeline(plan: AnyPlan, everyone: Sequence[Any], step: int) -> Timeline:
     """What all ranks kept of a step, as one timeline."""
     from .pipeline.measure import measured_timeline
-    from .ranks.modules import measured_modules
 
     title = f"{plan.title}, step {step}, measured over {len(everyone)} ranks"
     spans, memory = ([item for rank in everyone for item in rank[part]] for part in (0, 1))
-    if isinstance(plan, Plan):
-        return measured_timeline(spans, memory, plan.layout, title)
-    return measured_modules(spans, memory, plan, title)
+    return measured_timeline(spans, memory, plan, title)

@@ -5,25 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from ..core.plan.plan import ModularPlan, Plan
+from ..core.plan.plan import AnyPlan, ModularPlan, Plan
 from ..core.plan.schedule_choice import named_schedule
 from ..core.plan.schedule_of import schedule_for
 from ..core.plan.sections import ScheduleChoice
 from ..core.program.buckets import sums_are_sharded
 from ..core.schedule import lower
 from ..core.schedule.action import Kind
-from .data.vocabulary import unknown_ids
-from .modules_plan import unsupported_modules
+from .data.vocabulary import of_part, unknown_ids
 
 RUN_DTYPES = ("fp32", "bf16", "fp16")
 """Formats of hidden states that layers compute with (`backend.tensor_parallel.context.DTYPES`, which needs torch)."""
 
 
-def unsupported(plan: Plan | ModularPlan) -> list[str]:
+def unsupported(plan: AnyPlan) -> list[str]:
     """What the backend does not run of a plan that can be simulated, one sentence each. Empty
     when it runs all of it."""
-    if isinstance(plan, ModularPlan):
-        return unsupported_modules(plan, unsupported)
+    problems = [of_part(part, problem) for part in plan.parts for problem in _unsupported(part)]
+    return list(dict.fromkeys([*problems, *(_unsupported_joins(plan) if isinstance(plan, ModularPlan) else ())]))
+
+
+def _unsupported(plan: Plan) -> list[str]:
     problems = [
         f"the backend does not run {what} yet. Use {instead}."
         for wrong, what, instead in (
@@ -42,6 +44,21 @@ def unsupported(plan: Plan | ModularPlan) -> list[str]:
     problems += _unsupported_pairs(plan)
     problems += unknown_ids(plan)
     return problems + _unsupported_schedule(plan)
+
+
+def _unsupported_joins(plan: ModularPlan) -> Iterator[str]:
+    """What no run of several modules does."""
+    if plan.train.load is not None:
+        yield f"train.load={plan.train.load!r} is the folder of one model, and this plan has [[modules]]. Leave it out."
+    if any(module.layout.zero == 3 for module in plan.modules):
+        yield "the backend does not run layout.zero=3 with [[modules]] yet. Use layout.zero=2."
+    if plan.data_parallel.library != "shardproof":
+        yield f'data_parallel.library={plan.data_parallel.library!r} is not tried with [[modules]]. Use "shardproof".'
+    if plan.runtime.trim_padding:
+        yield (
+            "the backend does not run runtime.trim_padding=true with [[modules]] yet, whose bridges carry whole "
+            "sequences. Use false."
+        )
 
 
 def _unsupported_sharding(plan: Plan) -> Iterator[tuple[bool, str, str]]:

@@ -91,7 +91,7 @@ def run_steps(*plans: Plan) -> list[Run]:
         name = f"{plan.model.name}, {plan.schedule.name}"
         of_steps = zip(*(rank.spans for rank in of_plan), strict=True)
         spans = [[span for of_rank in of_step for span in of_rank] for of_step in of_steps]
-        runs.append(Run(seconds, [measured_timeline(of_step, (), plan.layout, name) for of_step in spans]))
+        runs.append(Run(seconds, [measured_timeline(of_step, (), plan, name) for of_step in spans]))
     return runs
 
 

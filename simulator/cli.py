@@ -22,11 +22,9 @@ from ..core.commands.options import (
     option_values,
     read_any_plan,
     read_durations,
-    read_plan,
     read_search_space,
 )
-from ..core.model.parameters import count_parameters
-from ..core.plan.plan import ModularPlan, Plan
+from ..core.plan.plan import AnyPlan, ModularPlan, only_model
 from ..core.plan.rules import RULES
 from .search.fit import fit
 from .search.order import search_order
@@ -84,10 +82,8 @@ def run_simulate(args: argparse.Namespace) -> int:
     if args.samples is not None:
         args.set.append(f"variation.samples={args.samples}")
     plan = read_any_plan(args)
-    if args.sensitivity and not isinstance(plan, Plan):
-        raise PlanError(
-            "--sensitivity changes the cluster of one model's plan, and this one has [[modules]]. Leave it out."
-        )
+    if args.sensitivity:
+        only_model(plan, "--sensitivity")
     if args.durations and args.sensitivity:
         raise PlanError(
             "--sensitivity changes numbers of the cluster, which recorded durations do not depend on. "
@@ -96,22 +92,21 @@ def run_simulate(args: argparse.Namespace) -> int:
     _refuse_search(args, plan)
     simulation = simulate(plan, durations=read_durations(args))
     report = {**simulation.report, **explanation(simulation)}
-    if args.search_schedule and isinstance(plan, Plan):
-        found = search_order(plan)
+    if args.search_schedule:
+        found = search_order(only_model(plan, "--search-schedule"))
         write_text(args.search_schedule, found.schedule.to_csv())
         report["schedule_search"] = {**found.report, "file": args.search_schedule}
-    if args.sensitivity and isinstance(plan, Plan):
-        report["sensitivity"] = [gain.report() for gain in sensitivity(plan)]
+    if args.sensitivity:
+        report["sensitivity"] = [gain.report() for gain in sensitivity(only_model(plan, "--sensitivity"))]
     emit(args, partial(simulate_text, plan, report), report)
     return 0
 
 
-def _refuse_search(args: argparse.Namespace, plan: Plan | ModularPlan) -> None:
+def _refuse_search(args: argparse.Namespace, plan: AnyPlan) -> None:
     """Raises `PlanError` where --search-schedule cannot be answered."""
     if not args.search_schedule:
         return
-    if not isinstance(plan, Plan):
-        raise PlanError("--search-schedule takes a plan of one model, and this one has [[modules]]. Leave it out.")
+    only_model(plan, "--search-schedule")
     if args.durations:
         raise PlanError(
             "--search-schedule takes the modelled seconds of whole passes, and --durations has those of recorded "
@@ -125,7 +120,7 @@ def _refuse_search(args: argparse.Namespace, plan: Plan | ModularPlan) -> None:
 
 def run_fit(args: argparse.Namespace) -> int:
     """Compares every rank's peak memory with the device's. Exit code 0 when all fit, else 1."""
-    plan = read_plan(args)
+    plan = read_any_plan(args)
     result = fit(plan)
     report = {**result.report, "remedies": [_with_batch(args, plan, remedy) for remedy in result.remedies]}
     why_none = "" if result.fits or result.remedies else result.hint
@@ -136,7 +131,7 @@ def run_fit(args: argparse.Namespace) -> int:
     return 0 if result.fits else 1
 
 
-def _with_batch(args: argparse.Namespace, plan: Plan, remedy: Mapping[str, Any]) -> dict[str, Any]:
+def _with_batch(args: argparse.Namespace, plan: AnyPlan, remedy: Mapping[str, Any]) -> dict[str, Any]:
     """A remedy as these options take it: where nothing gives a global batch, its default follows
     what the remedy changes."""
     if args.plan is not None or "global" in option_values(args).get("batch", {}):
@@ -160,7 +155,7 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0 if result.plans else 1
 
 
-def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any], width: int | None = None) -> str:
+def simulate_text(plan: AnyPlan, report: Mapping[str, Any], width: int | None = None) -> str:
     """The report of `simulate` for people; `report` has the explanations of `explain` too."""
     step_s = report["step_time_s"]
     peak, capacity = report["peak_memory_bytes"], report["capacity_bytes"]
@@ -205,7 +200,7 @@ def simulate_text(plan: Plan | ModularPlan, report: Mapping[str, Any], width: in
     )
 
 
-def _basis(plan: Plan | ModularPlan, report: Mapping[str, Any]) -> str:
+def _basis(plan: AnyPlan, report: Mapping[str, Any]) -> str:
     """What the seconds of a report rest on."""
     if recorded := report["provenance"].get("durations"):
         return (
@@ -215,7 +210,7 @@ def _basis(plan: Plan | ModularPlan, report: Mapping[str, Any]) -> str:
     return f"Modelled with the numbers of {plan.cluster.name}"
 
 
-def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "", width: int | None = None) -> str:
+def fit_text(plan: AnyPlan, report: Mapping[str, Any], why_none: str = "", width: int | None = None) -> str:
     """The report of `fit` for people; `report` has the remedies too, `why_none` says why there is none for a
     plan that does not fit."""
     peak, capacity = report["peak_memory_bytes"], report["capacity_bytes"]
@@ -233,7 +228,7 @@ def fit_text(plan: Plan, report: Mapping[str, Any], why_none: str = "", width: i
     )
     return "\n".join(
         [
-            _title(plan, count_parameters(plan.model)),
+            _title(plan, plan.num_parameters),
             "",
             worst,
             verdict,
@@ -343,7 +338,7 @@ def _uneven(layouts: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["", f"stages of the first: {layouts[0]['stages']} (E embedding, t layer, L head)"]
 
 
-def _title(plan: Plan | ModularPlan, num_parameters: int) -> str:
+def _title(plan: AnyPlan, num_parameters: int) -> str:
     if isinstance(plan, ModularPlan):
         tokens = f"{plan.batch.global_size} x {plan.batch.sequence} tokens"
         return (

@@ -18,14 +18,14 @@ from ..core.base.files import read_text
 from ..core.base.findings import Finding, Location, ProofFailed
 from ..core.base.units import format_bytes
 from ..core.commands.commands import service
-from ..core.plan.plan import ModularPlan, Plan, any_plan
+from ..core.plan.plan import AnyPlan, any_plan
 from ..core.plan.toml import read_values
 from ..core.schedule.schedule import Schedule, read_csv
 from .schedule.locations import location_of
 
 
 def assert_bitwise(
-    plan: Plan | ModularPlan | Path | str,
+    plan: AnyPlan | Path | str,
     *,
     block: Callable[..., Any] | None = None,
     transport: Literal["gloo", "memory", "nccl"] | None = None,
@@ -53,7 +53,7 @@ def assert_bitwise(
         raise ProofFailed(proof.text(), _placed(proof.findings, source))
 
 
-def assert_schedule(schedule: Schedule | Plan | ModularPlan | Path | str) -> None:
+def assert_schedule(schedule: Schedule | AnyPlan | Path | str) -> None:
     """Fails unless a schedule runs everything once, in a legal order, and cannot hang. No torch.
 
     The schedule is a `Schedule`, the path of a CSV file, or its text. Of a plan its lowered program is proved,
@@ -70,26 +70,26 @@ def assert_schedule(schedule: Schedule | Plan | ModularPlan | Path | str) -> Non
         raise _failed(f"schedule {name} is not right", found, source)
 
 
-def assert_fits(plan: Plan | Path | str) -> None:
+def assert_fits(plan: AnyPlan | Path | str) -> None:
     """Fails unless the predicted peak memory of every rank is within what is usable of its device. No torch.
 
     Raises `ProofFailed` or `PlanError`.
     """
     __tracebackhide__ = True
     given, source = _read(plan)
-    if not isinstance(given, Plan):
-        raise TypeError("assert_fits takes the plan of one model. Give one.")
+    if isinstance(given, Schedule):
+        raise TypeError("assert_fits takes a plan, and this is a schedule. Give a plan.")
     fitting = service("fit")(given)
     if found := fitting.findings:
         usable, total = (format_bytes(fitting.report[key]) for key in ("capacity_bytes", "device_bytes"))
-        devices = f"{given.cluster.num_devices} devices of {given.cluster.name}"
+        devices = f"{given.world_size} devices of {given.cluster.name}"
         raise _failed(f"the plan does not fit {devices}, with {usable} usable of {total}", found, source)
 
 
-def _read(given: Schedule | Plan | ModularPlan | Path | str) -> tuple[Schedule | Plan | ModularPlan, str | None]:
+def _read(given: Schedule | AnyPlan | Path | str) -> tuple[Schedule | AnyPlan, str | None]:
     """What was given, parsed, and the file that it was in. CSV has no brackets, and TOML with
     sections has no line without."""
-    if isinstance(given, Schedule | Plan | ModularPlan):
+    if isinstance(given, Schedule | AnyPlan):
         return given, None
     text = str(given)
     if isinstance(given, str) and ("\n" in text or "[" in text):

@@ -13,7 +13,7 @@ from ..core.base.terminal import say, table
 from ..core.commands.commands import Command
 from ..core.commands.github import annotation
 from ..core.commands.options import add_output, add_plan, emit, option_values, read_any_plan
-from ..core.plan.plan import ModularPlan
+from ..core.plan.plan import AnyPlan, ModularPlan, only_model
 from ..core.plan.schedule_of import schedule_for
 from ..core.schedule import lower
 from ..core.schedule.schedule import Schedule, read_csv
@@ -90,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError("--inject breaks the sharded run of the dynamic proof. Add --dynamic.")
     given = None if args.plan is not None and args.plan.lower().endswith(".csv") else read_any_plan(args)
     if isinstance(given, ModularPlan):
-        return _run_modules(args, given)
+        for option, value in (("--facts", args.facts), ("--write-collectives", args.write_collectives)):
+            if value is not None:
+                only_model(given, option)
+        return _run_plan(args, given, Facts())
     plan, schedule = _read(args, given)
     if args.write_collectives is not None:
         return _write_collectives(args, plan, schedule)
@@ -98,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return _report_proof(args, check_schedule(schedule, facts)) if plan is None else _run_plan(args, plan, facts)
 
 
-def _run_plan(args: argparse.Namespace, plan: Plan | ModularPlan, facts: Facts) -> int:
+def _run_plan(args: argparse.Namespace, plan: AnyPlan, facts: Facts) -> int:
     """The proofs of a plan: the static ones, and with --dynamic that of real ranks."""
     if not args.dynamic:
         return _report_proof(args, prove_static(plan, facts))
@@ -110,16 +113,6 @@ def _run_plan(args: argparse.Namespace, plan: Plan | ModularPlan, facts: Facts) 
 def _report_proof(args: argparse.Namespace, proof: StaticProof) -> int:
     _report(args, proof.text, proof.report)
     return 0 if proof.ok else 1
-
-
-def _run_modules(args: argparse.Namespace, plan: ModularPlan) -> int:
-    """The proofs of a plan of several modules."""
-    for option, given in (("--facts", args.facts), ("--write-collectives", args.write_collectives)):
-        if given is not None:
-            raise PlanError(
-                f"{option} is about one model, and this plan has {len(plan.modules)} [[modules]]. Leave it out."
-            )
-    return _run_plan(args, plan, Facts())
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -222,7 +215,7 @@ def _described(rule: Rule) -> dict[str, str | None]:
     return {"name": rule.name, "severity": rule.severity, "needs": rule.needs, "doc": rule.doc, "hint": rule.hint}
 
 
-def _prove(args: argparse.Namespace, plan: Plan | ModularPlan, facts: Facts) -> Proof:
+def _prove(args: argparse.Namespace, plan: AnyPlan, facts: Facts) -> Proof:
     try:
         from .dynamic.proof import prove
         from .mutations import parse_fault

@@ -3,7 +3,7 @@ all of a plan's ranks."""
 
 from __future__ import annotations
 
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan
 
 CHECKPOINTS = ("shardproof.backend.checkpoint.saver",)
 """With `torch.distributed.checkpoint`."""
@@ -11,8 +11,8 @@ FULLY_SHARD = ("shardproof.backend.data_parallel.torch_fsdp", "torch._dynamo")
 """torch loads the second at the first call of the first."""
 
 
-def libraries_of(plan: Plan | ModularPlan, *, saves: bool) -> tuple[str, ...]:
+def libraries_of(plan: AnyPlan, *, saves: bool) -> tuple[str, ...]:
     """What `launch.preload` should be given before ranks train a plan; `saves` says whether
     checkpoints are theirs to write."""
-    sharded = isinstance(plan, Plan) and plan.data_parallel.library == "torch"
+    sharded = plan.data_parallel.library == "torch"
     return (*(FULLY_SHARD if sharded else ()), *(CHECKPOINTS if saves else ()))

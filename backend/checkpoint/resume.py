@@ -17,7 +17,7 @@ from typing import Any
 
 from ...core.base.errors import PlanError
 from ...core.model.huggingface_config import TRAINING_FIELDS
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan
 from .whole import quick_damages, read_state
 
 
@@ -61,7 +61,7 @@ def saved_in(folder: Path) -> list[Saved]:
     return sorted((Saved(path, int(match[1])) for path, match in found if match), key=lambda saved: saved.steps)
 
 
-def resumption(plan: Plan | ModularPlan, *, resume: bool) -> Resumption | None:
+def resumption(plan: AnyPlan, *, resume: bool) -> Resumption | None:
     """What a run starts from; None is the beginning, also with `resume` while nothing has been saved.
 
     Raises `PlanError` where the newest checkpoint is one of another model or of other data, or is beyond the plan's
@@ -94,7 +94,7 @@ def resumption(plan: Plan | ModularPlan, *, resume: bool) -> Resumption | None:
     raise NoneWholeError(plan, damaged)
 
 
-def changes_since(plan: Plan | ModularPlan, saved: Saved) -> tuple[str, ...]:
+def changes_since(plan: AnyPlan, saved: Saved) -> tuple[str, ...]:
     """What a run that goes on from a checkpoint has otherwise than the one that saved it. Raises `PlanError`
     where it may not go on."""
     if saved.steps > plan.train.steps:
@@ -117,7 +117,7 @@ def changes_since(plan: Plan | ModularPlan, saved: Saved) -> tuple[str, ...]:
 class NoneWholeError(PlanError):
     """No checkpoint of a folder is as it was saved; the problems say what is wrong with each."""
 
-    def __init__(self, plan: Plan | ModularPlan, damaged: Sequence[str]):
+    def __init__(self, plan: AnyPlan, damaged: Sequence[str]):
         none = f"checkpoint.folder={plan.checkpoint.folder!r} has no whole checkpoint to go on from."
         super().__init__([*damaged, f"{none} Restore one, or start in another folder."])
 
@@ -127,11 +127,11 @@ def damage_text(path: Path, problems: Sequence[str]) -> str:
     return f"{path} is damaged: {' '.join(problems)}"
 
 
-def problem_of(plan: Plan | ModularPlan) -> dict[str, dict[str, Any]]:
+def problem_of(plan: AnyPlan) -> dict[str, dict[str, Any]]:
     """Everything that the bits of a run are a function of, by section of a plan, as JSON has it. Layout,
     schedule and microbatches are not among it, and neither is the number of steps. What is each module's own
     begins with its name."""
-    parts, leaves = (plan,) if isinstance(plan, Plan) else plan.parts, {}
+    parts, leaves = plan.parts, {}
     if plan.numerics.mode == "exact":
         leaves = {part.name_in_run(name): value for part in parts for name, value in asdict(part.leaf_sizes).items()}
     models = {
@@ -160,7 +160,7 @@ def _must_be_equal(section: str, name: str) -> bool:
     return section == "batch" or (section, name) in (("optimizer", "name"), ("train", "seed"), ("train", "padded"))
 
 
-def _differences(plan: Plan | ModularPlan, theirs: Mapping[str, Mapping[str, Any]], chosen: Any) -> Iterator[str]:
+def _differences(plan: AnyPlan, theirs: Mapping[str, Mapping[str, Any]], chosen: Any) -> Iterator[str]:
     """`batch.sequence=32, saved with 16` for every chosen field that differs; one that the file does
     not know is left out."""
     for section, fields in problem_of(plan).items():

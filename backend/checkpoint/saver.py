@@ -20,7 +20,7 @@ import torch
 
 from ...core.base.errors import PlanError
 from ...core.base.files import write_text
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan
 from ..data.corpus import Corpus
 from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
@@ -51,7 +51,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        plan: Plan | ModularPlan,
+        plan: AnyPlan,
         corpus: Corpus | None,
         world: Group,
         device: torch.device,

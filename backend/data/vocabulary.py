@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan, Plan
 from .text import VOCABULARY_SIZE, documents_of
 
 MOST_IDS_OF_BYTES = 2 * VOCABULARY_SIZE
@@ -55,10 +55,17 @@ def unknown_ids(plan: Plan) -> list[str]:
     return problems
 
 
-def no_bytes(plan: Plan | ModularPlan) -> list[str]:
+def no_bytes(plan: AnyPlan) -> list[str]:
     """Why bytes are not the tokens of a plan's models, one text for each model; empty where they are."""
-    if isinstance(plan, ModularPlan):
-        return [f'module "{part.name}": {problem}' for part in plan.parts for problem in no_bytes(part)]
+    return [of_part(part, problem) for part in plan.parts for problem in _no_bytes(part)]
+
+
+def of_part(part: Plan, problem: str) -> str:
+    """A problem of a part of a plan, which it names where there are several."""
+    return f'module "{part.name}": {problem}' if part.name else problem
+
+
+def _no_bytes(plan: Plan) -> list[str]:
     given = f"train.data={plan.train.data!r} gives bytes, ids 0 to {VOCABULARY_SIZE - 1}"
     if found := _tokenizer_of(plan.train.load):
         return [

@@ -40,7 +40,7 @@ PRELOAD = (
     "torch.fx.experimental.symbolic_shapes",
     "shardproof.backend.launching.rank",
     "shardproof.backend.trainer",
-    "shardproof.backend.ranks.modules",
+    "shardproof.backend.ranks.rank_of_plan",
     "shardproof.backend.huggingface.save",
     "shardproof.backend.numerics.probe",
     "shardproof.verify.dynamic.proof",

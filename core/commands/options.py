@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...core.plan.plan import AnyPlan
 from ..base.bounds import shown
 from ..base.errors import PlanError
 from ..base.files import read_text, write_text
@@ -21,7 +22,7 @@ from ..machine.cluster import ClusterSpec
 from ..model.model import ModelSpec
 from ..plan.build import Draft, refuse_modules
 from ..plan.keys import key_named
-from ..plan.plan import ModularPlan, Plan, any_plan, build_plan
+from ..plan.plan import Plan, any_plan, build_plan
 from ..plan.sections import Batch, DataParallel, Numerics, Optimizer, Precision, Runtime
 from ..plan.toml import Given, Values, num_modules, read_values
 from ..schedule import default_name
@@ -145,7 +146,7 @@ def read_plan(args: argparse.Namespace) -> Plan:
     return build_plan(values, source)
 
 
-def read_any_plan(args: argparse.Namespace) -> Plan | ModularPlan:
+def read_any_plan(args: argparse.Namespace) -> AnyPlan:
     """The same for verbs that take [[modules]] too: a plan of several models where PLAN has them."""
     if args.plan is not None:
         values, source = _values(args)

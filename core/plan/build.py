@@ -47,7 +47,7 @@ def refuse_modules(values: Values, source: str) -> None:
     """Raises `PlanError` for a plan of several models, for verbs that take one."""
     if num_modules(values):
         raise PlanError(
-            f"{source}: here [[modules]] have no meaning. They are taken by simulate, verify, draw and train."
+            f"{source}: here [[modules]] have no meaning. They are taken by fit, simulate, verify, draw and train."
         )
 
 

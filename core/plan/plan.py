@@ -88,14 +88,69 @@ class Plan:
         return self.layout.world_size
 
     @property
+    def parts(self) -> tuple[Plan, ...]:
+        """The plans that ranks train by, one for each model: this one. A `ModularPlan` has several; what takes
+        either asks the parts."""
+        return (self,)
+
+    def part_of(self, global_rank: int) -> Plan:
+        """The part that a rank trains by."""
+        return self
+
+    def own_name(self, name: str) -> str:
+        """The name that a parameter or an operation has in its part, by that in the run."""
+        return name
+
+    @property
+    def name(self) -> str:
+        """What a part is called among several; empty for the only one."""
+        return ""
+
+    @property
+    def first_rank(self) -> int:
+        """The first of its ranks in the run."""
+        return 0
+
+    @property
+    def first_stage(self) -> int:
+        """The number of its first stage in the run."""
+        return 0
+
+    @property
+    def has_loss(self) -> bool:
+        """True for the part that ends in the head and the losses."""
+        return True
+
+    @property
     def title(self) -> str:
         """The model's name."""
         return self.model.name
+
+    @property
+    def degrees(self) -> str:
+        """The layout for people: `tp8 pp4`."""
+        return self.layout.degrees
 
     def name_in_run(self, name: str) -> str:
         """What checkpoints call a parameter, and what the random numbers of a parameter or an
         operation go by: its name."""
         return name
+
+    @property
+    def held_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that its stages have, in canonical order, by its own names."""
+        held = (each for stage in self.stages for each in stage_parameters(self.model, stage))
+        return tuple({each.name: each for each in held}.values())  # a shared table lies on two stages
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, shared tables once."""
+        return sum(each.num_elements for each in self.held_parameters)
+
+    @property
+    def named_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that training changes, by its name in the run, and its full shape; in canonical order."""
+        return {self.name_in_run(each.name): each.shape for each in (*self.held_parameters, *expert_biases(self.model))}
 
     @classmethod
     def from_toml(cls, text: str, source: str = "plan.toml") -> Plan:
@@ -246,17 +301,6 @@ class ModulePlan(Plan):
         """The sections that rules are asked about: the cluster is no module's."""
         return tuple(section for section in super().ruled if section != "cluster")
 
-    @property
-    def held_parameters(self) -> tuple[Parameter, ...]:
-        """The parameters that the module has, in canonical order, by its own names."""
-        return tuple(each for stage in self.stages for each in stage_parameters(self.model, stage))
-
-    @property
-    def named_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that training changes, by its name in the whole
-        (`encoder.layers.0.mlp.up.weight`), and its full shape."""
-        return {self.name_in_run(each.name): each.shape for each in (*self.held_parameters, *expert_biases(self.model))}
-
 
 @dataclass(frozen=True)
 class ModularPlan:
@@ -339,6 +383,10 @@ class ModularPlan:
         """The module on a rank."""
         return next(part for part in self.parts if 0 <= global_rank - part.first_rank < part.layout.world_size)
 
+    def own_name(self, name: str) -> str:
+        """The name that a parameter or an operation has in its module, by that in the run."""
+        return name.partition(".")[2]
+
     @property
     def world_size(self) -> int:
         """Ranks of all modules."""
@@ -391,7 +439,12 @@ class ModularPlan:
     @property
     def num_parameters(self) -> int:
         """Parameters of all modules."""
-        return sum(each.num_elements for part in self.parts for each in part.held_parameters)
+        return sum(part.num_parameters for part in self.parts)
+
+    @property
+    def named_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As `Plan.named_shapes`, of all modules: `encoder.layers.0.mlp.up.weight`."""
+        return {name: shape for part in self.parts for name, shape in part.named_shapes.items()}
 
     def replaced(self, change: Callable[[Module], Module], **shared: Any) -> ModularPlan:
         """The plan with every module changed and some sections replaced."""
@@ -404,6 +457,19 @@ def build_plan(values: Values, source: str) -> Plan:
     return Plan(**plan_sections(values, source))
 
 
-def any_plan(values: Values, source: str) -> Plan | ModularPlan:
+AnyPlan = Plan | ModularPlan
+"""A run of one model or of several."""
+
+
+def only_model(plan: AnyPlan, option: str) -> Plan:
+    """The plan, for an option that is about one model. Raises `PlanError` for a plan of several."""
+    if isinstance(plan, ModularPlan):
+        raise PlanError(
+            f"{option} is about one model, and this plan has {len(plan.modules)} [[modules]]. Leave it out."
+        )
+    return plan
+
+
+def any_plan(values: Values, source: str) -> AnyPlan:
     """The same, of one model or of several."""
     return ModularPlan(**modular_sections(values, source)) if num_modules(values) else build_plan(values, source)

@@ -1,12 +1,13 @@
-"""The schedule of a plan: of one model, of several, and of one of several."""
+"""The schedule of a plan of one model, of several models together, and of each part."""
 
 from __future__ import annotations
 
 from ..schedule.action import ActionArray
 from ..schedule.joined import joined_schedule
+from ..schedule.lower import lower
 from ..schedule.placement import ModulePlacement, Placement
 from ..schedule.schedule import Schedule
-from .plan import ModularPlan, ModulePlan, Plan
+from .plan import AnyPlan, ModularPlan, Plan
 from .schedule_choice import chosen_schedule
 
 
@@ -30,9 +31,11 @@ def modular_schedule(plan: ModularPlan, num_microbatches: int) -> Schedule:
     return joined_schedule(plan.schedule.name, placement)
 
 
-def part_schedule(plan: ModularPlan, part: ModulePlan, num_microbatches: int) -> Schedule:
-    """The rows of one module in `modular_schedule`, stages and pipeline ranks counted from 0 as in
-    the module's own plan."""
+def part_schedule(plan: AnyPlan, part: Plan, num_microbatches: int) -> Schedule:
+    """The lowered schedule of one part of a plan, stages and pipeline ranks counted from 0 as in the part's own plan:
+    of several modules the part's rows of `modular_schedule`."""
+    if not isinstance(plan, ModularPlan):
+        return lower(schedule_for(part, num_microbatches))
     whole, pp = modular_schedule(plan, num_microbatches), part.layout.pp
     first, last = (int(whole.offsets[part.first_stage + place]) for place in (0, pp))
     columns = whole.actions.take(slice(first, last)).columns

@@ -21,7 +21,7 @@ Why = Literal["list", "input", "message", "forward", "weights", "gradients"]
 backward follows its own forward, and weight gradients their input gradients; UNSHARD brings its weights; its gradients
 are complete, or reduced."""
 
-_AROUND = {Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.RESHARD}
+_DATA_PARALLEL = {Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.RESHARD}
 _PEERS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 
 
@@ -98,7 +98,7 @@ class _Places:
         """`compute`, `dp`, or messages by kind and peer."""
         if action.kind in COMPUTE or action.kind is Kind.STEP:
             return "compute"
-        if action.kind in _AROUND:
+        if action.kind in _DATA_PARALLEL:
             return "dp"
         other = self.partner(action)
         return f"{action.kind.name} {'?' if other is None else other[0]}"
@@ -163,7 +163,7 @@ def _as_before(place: Place, action: Action) -> Before:
     """What an action is to those after it."""
     if action.kind in COMPUTE or action.kind is Kind.STEP:
         return {("compute", None): place, **{("compute", part.stage): place for part in action.parts}}
-    if action.kind not in _AROUND:
+    if action.kind not in _DATA_PARALLEL:
         return {}
     weights: Before = {("weights", action.stage): place} if action.kind is Kind.UNSHARD else {}
     return {("dp", None): place, **weights}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import groupby
 
-from ...core.model.blocks import Block, model_blocks
+from ...core.layout.stages import StageLayers
+from ...core.model.blocks import Block, model_blocks, stage_blocks
 from ...core.model.model import ModelSpec
 from ...core.model.operators import Operator, layer_operators
 from ...core.model.roles import Role
-from ...core.plan.plan import Plan
+from ...core.plan.plan import AnyPlan, Plan
 from ...core.program import recomputed_runs, recomputes_all, repeated_roles
 from ..stack.profiles import PROFILES
 from ..stack.projections import second_weights
@@ -26,15 +27,21 @@ class StepFlops:
     hardware: float
 
 
-def step_flops(plan: Plan) -> StepFlops:
-    """Products only, a backward counted as two forwards; of experts those that a token takes.
+def step_flops(plan: AnyPlan) -> StepFlops:
+    """Products only, a backward counted as two forwards; of experts those that a token takes. The sum over the modules
+    of a plan.
 
     `model` generalises 72BLsh^2(1 + s/(6h) + V/(12hL)) of Korthikanti et al. 2022 (appendix A) to grouped heads, latent
     attention, gated MLPs, experts and multi-token prediction, and equals it where heads*head_dim = h, no grouping, ffn
     = 4h. `hardware` adds one forward of what is recomputed, attention counted in full.
     """
+    parts = [astuple(_part_flops(part)) for part in plan.parts]
+    return StepFlops(*map(sum, zip(*parts, strict=True)))
+
+
+def _part_flops(plan: Plan) -> StepFlops:
     model, tokens = plan.model, plan.batch.global_size * plan.batch.sequence
-    blocks = model_blocks(model)
+    blocks = [block for stage in plan.stages for block in _held(model, stage)]
     core = core_flops_per_token(model, plan.batch.sequence) * sum(block.kind == "layer" for block in blocks)
     linear = sum(flops_per_token(model, operators) * count for operators, count in _counted(blocks))
     needed = 3.0 * tokens * (linear + core)
@@ -43,6 +50,10 @@ def step_flops(plan: Plan) -> StepFlops:
         model_causal=needed - 1.5 * tokens * core,
         hardware=needed + tokens * float(_recomputed_per_token(plan)),
     )
+
+
+def _held(model: ModelSpec, stage: StageLayers) -> tuple[Block, ...]:
+    return stage_blocks(model, stage.layers, embedding=stage.embedding, head=stage.head)
 
 
 def flops_per_token(model: ModelSpec, operators: Iterable[Operator]) -> int:

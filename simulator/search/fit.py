@@ -8,8 +8,8 @@ from typing import Any
 
 from ...core.base.findings import Finding
 from ...core.base.units import format_bytes
-from ...core.plan.plan import Plan
-from ..step.step import representatives
+from ...core.plan.plan import AnyPlan, ModularPlan
+from ..step.step import check_modules, representatives
 from .margins import margins_of
 from .remedies import is_tried, remedies
 
@@ -19,6 +19,7 @@ OUT_OF_MEMORY = "out-of-memory"
 
 NOTHING_HELPS = "No zero, recompute, micro, sequence_parallel, tp, pp or cp makes it fit here: use more devices."
 NOT_TRIED = "Try zero, recompute, micro or more tp: the schedule is too long to try them here."
+OF_MODULES = "Try zero, recompute, micro or more ranks for that module: with [[modules]] changes are not tried here."
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Fit:
     """`report` has the JSON keys of the interface but `remedies`; `per_rank` in it holds one
     entry per pipeline rank."""
 
-    plan: Plan
+    plan: AnyPlan
     report: dict[str, Any]
 
     @property
@@ -37,8 +38,8 @@ class Fit:
     @cached_property
     def remedies(self) -> list[dict[str, Any]]:
         """The smallest changes with which a plan that does not fit does, each tried; empty for a plan that
-        fits, or where none helps."""
-        return [] if self.fits else remedies(self.plan)
+        fits, or where none helps, and with [[modules]]."""
+        return [] if self.fits or isinstance(self.plan, ModularPlan) else remedies(self.plan)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -55,6 +56,8 @@ class Fit:
     @property
     def hint(self) -> str:
         """The fastest remedy of a plan that does not fit, in words, or why there is none."""
+        if isinstance(self.plan, ModularPlan):
+            return OF_MODULES
         if not self.remedies:
             return NOTHING_HELPS if is_tried(self.plan) else NOT_TRIED
         best = self.remedies[0]
@@ -64,7 +67,7 @@ class Fit:
         )
 
 
-def fit(plan: Plan) -> Fit:
+def fit(plan: AnyPlan) -> Fit:
     """Peak memory of every pipeline rank against what is usable of its device (`capacity`), of its
     smallest where classes differ.
 
@@ -72,6 +75,8 @@ def fit(plan: Plan) -> Fit:
     and `capacity_bytes` what a peak of live tensors may be; `reserved_memory_bytes` is what the allocator is
     expected to hold at the peak.
     """
+    if isinstance(plan, ModularPlan):
+        check_modules(plan)
     found, ranks = margins_of(plan), representatives(plan)
     tightest = found.tightest
     memory = found.memories[tightest]

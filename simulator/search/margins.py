@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.plan.plan import Plan
-from ..memory.capacity import Capacity, capacities
-from ..memory.memory import RankMemory, rank_memories
-from ..stack.profiles import profile_of
-from ..step.step import lowered_schedule
+from ...core.plan.plan import AnyPlan
+from ..memory.capacity import Capacity
+from ..memory.memory import RankMemory
+from ..step.step import lowered_schedule, peak_memories, plan_capacities
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,6 @@ class Margins:
         return self.memories[self.tightest].peak_bytes <= self.capacities[self.tightest].usable_bytes
 
 
-def margins_of(plan: Plan) -> Margins:
+def margins_of(plan: AnyPlan) -> Margins:
     """The peaks of a plan under its schedule. Raises `ScheduleError` when that cannot be built."""
-    return Margins(rank_memories(plan, lowered_schedule(plan), profile_of(plan).recv_buffers), capacities(plan))
+    return Margins(peak_memories(plan, lowered_schedule(plan)), plan_capacities(plan))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -27,7 +27,7 @@ from ..memory.capacity import capacity_of
 from ..memory.memory import RankMemory, rank_memories
 from ..simulation.simulate import simulate
 from ..stack.profiles import profile_of
-from ..step.step import Simulation, worst
+from ..step.step import worst
 from .bounds import chain_bounds_s, family_bound_s, lower_bound_s, memory_bound_bytes
 from .space import Cut, Family, Tally, cuts, families, variants
 
@@ -75,17 +75,18 @@ def search(space: SearchSpace | Plan) -> SearchResult:
         space = SearchSpace(**{name: getattr(space, name) for name in SHARED_WITH_PLANS})
     best = _best(space, tally)
     report = {
-        "candidates": [_candidate(simulation) for simulation in best],
+        "candidates": [_candidate(plan, found) for plan, found in best],
         "evaluated": tally.evaluated,
         "simulated": tally.simulated,
         "rejected": {reason: number for reason, number in sorted(tally.rejected.items()) if number},
         "elapsed_s": perf_counter() - started,
     }
-    return SearchResult(report, tuple(simulation.plan for simulation in best))
+    return SearchResult(report, tuple(plan for plan, _ in best))
 
 
-def _best(space: SearchSpace, tally: Tally) -> list[Simulation]:
-    """The fastest plans that fit, best first: branch and bound over families, cuts and plans (Land & Doig 1960)."""
+def _best(space: SearchSpace, tally: Tally) -> list[tuple[Plan, dict[str, Any]]]:
+    """The fastest plans that fit, with what is predicted of them, best first: branch and bound over families, cuts and
+    plans (Land & Doig 1960)."""
     place = count()
     shared: dict[tuple[object, ...], Any] = {}
     queue: list[tuple[float, int, Family | Cut | Plan]] = [
@@ -93,7 +94,7 @@ def _best(space: SearchSpace, tally: Tally) -> list[Simulation]:
         for family in families(space, tally)
     ]
     heapq.heapify(queue)
-    ranked: list[tuple[float, int, Simulation]] = []
+    ranked: list[tuple[float, int, Plan, dict[str, Any]]] = []
     while queue:
         bound_s, _, entry = queue[0]
         if len(ranked) >= NUM_RANKED and bound_s > ranked[NUM_RANKED - 1][0]:
@@ -113,12 +114,12 @@ def _best(space: SearchSpace, tally: Tally) -> list[Simulation]:
             break
         else:
             tally.simulated += 1
-            simulation = simulate(entry)
-            bisect.insort(ranked, (simulation.report["step_time_s"], next(place), simulation))
+            report = simulate(entry).report
+            bisect.insort(ranked, (report["step_time_s"], next(place), entry, report))
     best, slower = ranked[:NUM_RANKED], ranked[NUM_RANKED:]
     tally.reject("slower", len(slower))
     tally.evaluated += len(best)
-    return [simulation for _, _, simulation in best]
+    return [(plan, report) for _, _, plan, report in best]
 
 
 def _size(queue: list[tuple[float, int, Family | Cut | Plan]]) -> int:
@@ -170,8 +171,7 @@ def _lowered(name: str, pp: int, vpp: int, num_microbatches: int, max_active_sta
     return lower(build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches), max_active_stages=max_active_stages)
 
 
-def _candidate(simulation: Simulation) -> dict[str, Any]:
-    plan, report = simulation.plan, simulation.report
+def _candidate(plan: Plan, report: Mapping[str, Any]) -> dict[str, Any]:
     layout, batch = plan.layout, plan.batch
     return {
         "layout": {

@@ -9,7 +9,6 @@ from typing import Any
 from ...core.base.units import format_bytes, format_count, format_s
 from ..engine.bubbles import CAUSES, idle_of
 from ..engine.critical_path import critical_path
-from ..step.modules import ModularSimulation
 from ..step.step import Simulation
 
 Row = tuple[str, ...]
@@ -18,7 +17,7 @@ MOST_SHOWN = 8
 """Rows of a table in the text; the JSON has all of them."""
 
 
-def explanation(simulation: Simulation | ModularSimulation) -> dict[str, Any]:
+def explanation(simulation: Simulation) -> dict[str, Any]:
     """The JSON keys `idle_s`, of the rank with the largest bubble, and `critical_path`."""
     pp_rank = simulation.global_ranks.index(simulation.report["bubble_rank"])
     path = critical_path(simulation.run, simulation.prices)

@@ -1,31 +1,33 @@
-"""`Simulation`: one predicted step, and how the step of equal replicas is put together: graph,
-prices, run, memory, report."""
+"""`Simulation`: one predicted step, and how the step of equal replicas is put together: graph, prices, run, memory,
+report. A plan of several modules is the general case: each is priced and weighed by its own plan, and the stages of all
+run as one schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
-from ...core.model.model import ModelSpec
-from ...core.model.parameters import count_parameters
-from ...core.plan.plan import Plan
-from ...core.plan.schedule_of import schedule_for
+from ...core.base.errors import PlanError
+from ...core.plan.plan import AnyPlan, ModularPlan, Plan
+from ...core.plan.schedule_of import modular_schedule, part_schedule, schedule_for
 from ...core.schedule import build, lower
-from ...core.schedule.action import Kind
+from ...core.schedule.action import Action, Kind
 from ...core.schedule.schedule import Schedule
 from ...core.schedule.timeline import MemorySample, Timeline
 from ..cost.flops import step_flops
+from ..cost.joined_pricing import JoinedPricing, module_reports
 from ..cost.pricing import Pricing
 from ..engine.attribution import attribute, busy_s, critical_pp_rank, sorts_of
 from ..engine.contention import execute_shared
 from ..engine.engine import Run, execute
 from ..engine.graph import Graph, Sends, build_graph
+from ..engine.joined_graph import MOST_INPUTS, joined_graph
 from ..engine.seconds import Seconds
-from ..memory.capacity import capacities
+from ..memory.capacity import Capacity, capacities
 from ..memory.memory import RankMemory, memory_samples, rank_memories
 from ..stack.profiles import profile_of
 from ..stack.provenance import report_provenance
@@ -40,7 +42,7 @@ class Simulation:
     and `prices` their means.
     """
 
-    plan: Plan
+    plan: AnyPlan
     run: Run
     memory: tuple[RankMemory, ...]
     report: dict[str, Any]
@@ -68,41 +70,60 @@ class Simulation:
         """The spans of one representative rank per pipeline rank, with memory over time."""
         spans = self.run.timeline(global_ranks=self.global_ranks).spans
         plan, schedule = self.plan, self.plan.schedule
-        devices = f"{plan.layout.world_size} devices of {plan.cluster.name}"
-        title = f"{plan.model.name} on {devices}: {plan.layout.degrees}, {schedule.file or schedule.name}"
+        devices = f"{plan.world_size} devices of {plan.cluster.name}"
+        title = f"{plan.title} on {devices}: {plan.degrees}, {schedule.file or schedule.name}"
         return Timeline(spans, "predicted", self.memory_samples, title)
 
     @cached_property
     def memory_samples(self) -> tuple[MemorySample, ...]:
         """Bytes held over time by the same ranks."""
-        return memory_samples(self.run, self.memory, self.plan, self.global_ranks)
+        return tuple(_samples(self.plan, self.run, self.memory, self.global_ranks))
 
 
-def simulate_first(plan: Plan, schedule: Schedule | None = None) -> Simulation:
+def simulate_first(plan: AnyPlan, schedule: Schedule | None = None) -> Simulation:
     """The step of data-parallel rank 0, which stands for all where replicas are equal; what
     `variation` says is not read. `schedule` replaces that of the plan; it has the same placement."""
     graph = plan_graph(plan) if schedule is None else _graph_of(plan, lower(schedule))
-    pricing = Pricing(plan, gathers_scheduled=any(sort.kind is Kind.UNSHARD for sort in sorts_of(graph).sorts))
+    pricing = _pricing_of(plan, graph)
     run = run_plan(graph, pricing)
-    memory = rank_memories(plan, graph.schedule, profile_of(plan).recv_buffers)
+    memory = peak_memories(plan, graph.schedule)
     prices = pricing.of_graph(sorts_of(graph)).prices
     return Simulation(plan, run, memory, report_of(plan, run, prices, memory), prices)
 
 
-def plan_graph(plan: Plan) -> Graph:
+def check_modules(plan: ModularPlan) -> None:
+    """Raises `PlanError` for what no step of joined modules is predicted with: a `variation`, and more than
+    `MOST_INPUTS` inputs of a module."""
+    if not plan.variation.is_nothing:
+        raise PlanError("[variation] is not simulated with [[modules]] yet. Leave it out.")
+    for module in plan.modules:
+        if len(module.inputs) > MOST_INPUTS:
+            raise PlanError(
+                f'module "{module.name}" has {len(module.inputs)} inputs, and simulate joins at most {MOST_INPUTS}.'
+            )
+
+
+def plan_graph(plan: AnyPlan) -> Graph:
     """The lowered schedule of a plan with its waits; named schedules are built once per shape and kept."""
-    profile = profile_of(plan)
-    if plan.schedule.file is None:
-        layout = plan.layout
+    if isinstance(plan, Plan) and plan.schedule.file is None:
+        profile, layout = profile_of(plan), plan.layout
         shape = (layout.pp, layout.vpp, plan.num_microbatches, plan.schedule.max_active_stages)
         return _named_graph(plan.schedule.name, shape, profile.send_rule, profile.recv_buffers)
     return _graph_of(plan, lowered_schedule(plan))
 
 
-def _graph_of(plan: Plan, schedule: Schedule) -> Graph:
-    """A lowered schedule with the waits of a plan's stack."""
-    profile = profile_of(plan)
+def _graph_of(plan: AnyPlan, schedule: Schedule) -> Graph:
+    """A lowered schedule with the waits of a plan's stack; where branches join, sends are buffered."""
+    profile = profile_of(plan.parts[-1])
+    if schedule.placement.sources is not None:
+        return joined_graph(schedule)
     return build_graph(schedule, sends=profile.send_rule, recv_buffers=profile.recv_buffers)
+
+
+def _pricing_of(plan: AnyPlan, graph: Graph) -> Pricing | JoinedPricing:
+    if isinstance(plan, ModularPlan):
+        return JoinedPricing(plan)
+    return Pricing(plan, gathers_scheduled=any(sort.kind is Kind.UNSHARD for sort in sorts_of(graph).sorts))
 
 
 @lru_cache(maxsize=64)
@@ -110,8 +131,11 @@ def _named_graph(name: str, shape: tuple[int, int, int, int | None], sends: Send
     return build_graph(named_schedule(name, *shape), sends=sends, recv_buffers=recv_buffers)
 
 
-def lowered_schedule(plan: Plan) -> Schedule:
-    """The schedule of a plan with its communication, reductions and optimizer step."""
+def lowered_schedule(plan: AnyPlan) -> Schedule:
+    """The schedule of a plan with its communication, reductions and optimizer step. Where modules cut the batch
+    differently it has the microbatches of the last."""
+    if isinstance(plan, ModularPlan):
+        return modular_schedule(plan, plan.parts[-1].num_microbatches)
     if plan.schedule.file is not None:
         return lower(schedule_for(plan))
     return named_schedule(
@@ -125,7 +149,7 @@ def named_schedule(name: str, pp: int, vpp: int, num_microbatches: int, max_acti
     return lower(build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches), max_active_stages=max_active_stages)
 
 
-def run_plan(graph: Graph, pricing: Pricing) -> Run:
+def run_plan(graph: Graph, pricing: Pricing | JoinedPricing) -> Run:
     """The run of a plan's schedule with a plan's prices."""
     _, duration_s, overlap, links = pricing.of_graph(sorts_of(graph))
     run = (
@@ -144,24 +168,54 @@ def _steps_at_once(run: Run, duration: np.ndarray) -> Run:
     return run
 
 
-def representatives(plan: Plan, dp_rank: int = 0) -> tuple[int, ...]:
+def representatives(plan: AnyPlan, dp_rank: int = 0) -> tuple[int, ...]:
     """The global rank at tensor-parallel rank 0 of a data-parallel rank on every pipeline rank."""
-    first, second = (plan.layout.global_rank(dp=dp_rank, pp=pp_rank) for pp_rank in (0, 1))
-    return tuple(first + pp_rank * (second - first) for pp_rank in range(plan.layout.pp))
+    ranks: list[int] = []
+    for part in plan.parts:
+        first, second = (part.layout.global_rank(dp=dp_rank, pp=pp_rank) for pp_rank in (0, 1))
+        ranks += (first + pp_rank * (second - first) for pp_rank in range(part.layout.pp))
+    return tuple(ranks)
 
 
-def worst(memory: tuple[RankMemory, ...]) -> RankMemory:
+def peak_memories(plan: AnyPlan, schedule: Schedule) -> tuple[RankMemory, ...]:
+    """Peak memory of every pipeline rank when it runs its row of the plan's lowered schedule."""
+    found: list[RankMemory] = []
+    for part in plan.parts:
+        own = schedule if part is plan else part_schedule(plan, part, part.num_microbatches)
+        found += (_in_run(part, memory) for memory in rank_memories(part, own, profile_of(part).recv_buffers))
+    return tuple(found)
+
+
+def _in_run(part: Plan, memory: RankMemory) -> RankMemory:
+    """The memory of a part's pipeline rank by its number, and the action by its stage, in the run."""
+    if not part.first_stage:
+        return memory
+    at_peak = Action.from_str(memory.peak_action) if memory.peak_action else None
+    peak_action = "" if at_peak is None else str(replace(at_peak, stage=at_peak.stage + part.first_stage))
+    return replace(memory, pp_rank=memory.pp_rank + part.first_stage, peak_action=peak_action)
+
+
+def _samples(
+    plan: AnyPlan, run: Run, memory: Sequence[RankMemory], global_ranks: Sequence[int]
+) -> Iterator[MemorySample]:
+    """Samples part by part, each from its own rows of the run."""
+    whole = run.graph.schedule
+    for part in plan.parts:
+        first, last = part.first_stage, part.first_stage + part.layout.pp
+        lo, hi = whole.offsets[[first, last]].tolist()
+        schedule = whole if part is plan else part_schedule(plan, part, whole.num_microbatches)
+        own = Run(replace(run.graph, schedule=schedule), run.start_s[lo:hi], run.end_s[lo:hi])
+        held = [replace(each, pp_rank=each.pp_rank - first) for each in memory[first:last]]
+        yield from memory_samples(own, held, part, global_ranks[first:last])
+
+
+def worst(memory: Sequence[RankMemory]) -> RankMemory:
     """The rank with the highest peak; of several the lowest."""
     return max(memory, key=lambda rank: rank.peak_bytes)  # of equal ones max takes the first
 
 
-@lru_cache(maxsize=16)
-def _num_parameters(model: ModelSpec) -> int:
-    return count_parameters(model)
-
-
 def report_of(
-    plan: Plan, run: Run, prices: Sequence[Seconds], memory: tuple[RankMemory, ...], dp_rank: int = 0
+    plan: AnyPlan, run: Run, prices: Sequence[Seconds], memory: tuple[RankMemory, ...], dp_rank: int = 0
 ) -> dict[str, Any]:
     """The JSON keys of a run of one data-parallel rank's pipeline, whose sorts of action have the given prices."""
     ranks = representatives(plan, dp_rank)
@@ -170,9 +224,9 @@ def report_of(
     bubble_pp = int(busy.argmin())
     critical_pp = critical_pp_rank(run)
     flops = step_flops(plan)
-    num_devices = plan.layout.world_size
+    num_devices = plan.world_size
     peak_flops = step_s * num_devices * plan.cluster.peak_flops_per_s[plan.precision.dtype]
-    heaviest = worst(memory)
+    heaviest, peaks = worst(memory), [each.peak_bytes for each in memory]
     return {
         "step_time_s": step_s,
         "tokens_per_s": plan.batch.global_size * plan.batch.sequence / step_s,
@@ -187,9 +241,16 @@ def report_of(
         "peak_memory_bytes": heaviest.peak_bytes,
         "peak_memory_rank": ranks[heaviest.pp_rank],
         "peak_memory_action": heaviest.peak_action,
-        "capacity_bytes": capacities(plan)[heaviest.pp_rank].usable_bytes,
+        "capacity_bytes": plan_capacities(plan)[heaviest.pp_rank].usable_bytes,
         "memory_bytes": heaviest.components(),
-        "num_parameters": _num_parameters(plan.model),
+        "num_parameters": plan.num_parameters,
         "num_devices": num_devices,
-        "provenance": report_provenance(plan.cluster, profile_of(plan)),
+        **({"modules": module_reports(plan, peaks)} if isinstance(plan, ModularPlan) else {}),
+        "provenance": report_provenance(plan.cluster, profile_of(plan.parts[-1])),
     }
+
+
+def plan_capacities(plan: AnyPlan) -> list[Capacity]:
+    """The capacity of the smallest device of every pipeline rank."""
+    return [capacity for part in plan.parts for capacity in capacities(part)]
+

@@ -280,11 +280,12 @@ class _Base:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.first = simulate_first(replace(plan, variation=NO_VARIATION))
+        steady = replace(plan, variation=NO_VARIATION)
+        self.first = simulate_first(steady)
         self.graph: Graph = self.first.run.graph
         self.sorts = sorts_of(self.graph)
         gathers = any(sort.kind is Kind.UNSHARD for sort in self.sorts.sorts)
-        prices: GraphPrices = Pricing(self.first.plan, gathers_scheduled=gathers).of_graph(self.sorts)
+        prices: GraphPrices = Pricing(steady, gathers_scheduled=gathers).of_graph(self.sorts)
         self.overlap = prices.overlap
         action_kind = self.graph.schedule.actions.kind
         self.stretched_s = _stretched_s(self.first.run, prices)

@@ -90,7 +90,7 @@ def test_a_plan_that_does_not_fit_fails_at_the_memory_of_its_device(tmp_path: Pa
 def test_a_schedule_where_only_a_plan_makes_sense_and_a_wrong_plan_are_refused() -> None:
     with pytest.raises(TypeError, match="only a schedule"):
         assert_bitwise(RIGHT)
-    with pytest.raises(TypeError, match="one model"):
+    with pytest.raises(TypeError, match="takes a plan"):
         assert_fits(RIGHT)
     with pytest.raises(PlanError, match=r"plan:6: num_devices=6 is no multiple"):
         assert_schedule(TEXT.replace("tp = 3", "tp = 5"))

@@ -16,12 +16,11 @@ from typing import Any
 
 from ...core.base.digest import Digest, Region, full_region
 from ...core.base.findings import Finding
-from ...core.plan.plan import ModularPlan, Plan
-from ..ledger.compare import Difference, compare, whole_summary
+from ...core.plan.plan import AnyPlan, ModularPlan, Plan
+from ..ledger.compare import Difference, compare, own_key, whole_summary
 from ..ledger.duplicates import PHASES, firsts
 from ..ledger.file import RecordedLedger, SavedLedger
 from ..ledger.ledger import BROUGHT, GATHERED, HELD_OUT, NO_STEP, RECOMPUTED, SCALAR, Key, Piece
-from ..ledger.modules import AnyPlan, own_key, plan_of_rank
 from ..ledger.relations import HINTS, ROUNDING, Evidence, Relation, earlier, relate
 from ..ledger.summary import Summary
 from ..run.bounds import StepBounds
@@ -56,7 +55,7 @@ def compare_saved(run: SavedLedger, reference: SavedLedger) -> Comparison:
     """Every tensor of `run` against that of `reference`; of a run that was resumed from the state
     on that it began with."""
     reference = replace(reference, run=reference.run.as_far_as(run.run))
-    differences = compare(reference.run, run.run, run.plan.model if isinstance(run.plan, Plan) else run.plan)
+    differences = compare(reference.run, run.run, run.plan.named_shapes)
     if not run.exact:  # the library may compute again with other bits
         differences = [each for each in differences if each.key.phase != RECOMPUTED]
     judge = _Judge(run, reference, frozenset(each.key for each in differences))
@@ -136,7 +135,7 @@ class _Judge:
         # those of other regions may be right
         piece = next((each for each in wrong if _digests(expected, each.region)), wrong[0])
         right = next((each for each in expected if each.region == piece.region), None)
-        plan, holders = plan_of_rank(self.run.plan, rank), [each.global_rank for each in found]
+        plan, holders = self.run.plan.part_of(rank), [each.global_rank for each in found]
         if key.step not in self._gradients:
             self._gradients[key.step] = wrong_gradients(self.run.plan, key.step, self._differing)
         axes = likely_axes(
@@ -165,7 +164,7 @@ class _Judge:
     ) -> Relation:
         if not self.bitwise or key.phase == SCALAR:
             return relation
-        dtype = plan_of_rank(self.run.plan, of.global_rank).precision.dtype if key.sample is not None else "fp32"
+        dtype = self.run.plan.part_of(of.global_rank).precision.dtype if key.sample is not None else "fp32"
         return with_flip(relation, right, wrong, of.shape, region, dtype)
 
     def _right(self, key: Key, rank: int) -> Sequence[Piece]:

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable
 
 from ...core.layout.layout import Layout
 from ...core.model.parameters import TOKEN_TABLE, parameters
-from ...core.plan.plan import Plan
+from ...core.plan.plan import AnyPlan, Plan
+from ..ledger.compare import own_key
 from ..ledger.ledger import ACTIVATION_GRADIENT, GATHERED, GRADIENT, OPTIMIZER, SCALAR, WEIGHT, Key
-from ..ledger.modules import AnyPlan, own_key
 from ..ledger.relations import AXES, degree_of
 
 OF_EXPERTS = frozenset({"ep", "etp"})

@@ -12,8 +12,8 @@ import numpy as np
 
 from ...core.base.digest import Digest, Region, bit_words
 from ...core.model.parameters import expert_biases, parameters
-from ...core.plan.plan import Plan
-from ..ledger.compare import Difference
+from ...core.plan.plan import AnyPlan, Plan
+from ..ledger.compare import Difference, own_key
 from ..ledger.ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -29,7 +29,6 @@ from ..ledger.ledger import (
     Piece,
     RunLedger,
 )
-from ..ledger.modules import AnyPlan, own_key, plan_of_rank
 from ..ledger.relations import Class, Evidence, Known, Relation, earlier, relate, relate_values
 from ..ledger.summary import summarize
 from ..run.contributions import Contributions, Part
@@ -133,7 +132,7 @@ class Captured:
 
     def _related(self, key: Key, piece: Piece, axes: Sequence[str]) -> Relation:
         """By itself: among its own elements, those of other samples and steps, and other tensors."""
-        part = plan_of_rank(self.plan, piece.global_rank)
+        part = self.plan.part_of(piece.global_rank)
         evidence = Evidence(
             before=earlier(key, piece, self.wrong),
             others=self._others(key, piece),
@@ -154,7 +153,7 @@ class Captured:
         key, wrong = difference.key, difference.global_ranks
         holders = [piece.global_rank for piece in self.wrong.pieces[key]]
         gradients = wrong_gradients(self.plan, key.step, self.differing)
-        return likely_axes(plan_of_rank(self.plan, wrong[0]), own_key(self.plan, key), wrong, holders, gradients)
+        return likely_axes(self.plan.part_of(wrong[0]), own_key(self.plan, key), wrong, holders, gradients)
 
     def _shards(self, key: Key) -> dict[int, list[Region]]:
         """The parts of a parameter's weights that ranks update."""
@@ -211,7 +210,7 @@ class Captured:
         """By the numbers of tokens that ranks, microbatches and samples count."""
         if key.phase not in (SCALAR, GRADIENT, ACTIVATION_GRADIENT):
             return None
-        plan, (parts, values) = plan_of_rank(self.plan, piece.global_rank), self._parts_of_mean(key, piece)
+        plan, (parts, values) = self.plan.part_of(piece.global_rank), self._parts_of_mean(key, piece)
         expected, found = part_of(self._whole(key), piece.region).astype(np.float64), piece.load()
         counted = [part for part, value in self._token_losses(key) if value]
         if not parts or not counted:
@@ -245,7 +244,7 @@ class Captured:
         return [(Part(sample, (at, at + 1)), value) for sample, at, value in values]
 
     def _explained(self, key: Key, piece: Piece, axes: Sequence[str]) -> tuple[Class, str] | None:
-        plan = plan_of_rank(self.plan, piece.global_rank)
+        plan = self.plan.part_of(piece.global_rank)
         if key.phase == SCALAR:
             return self._explained_scalar(plan, key, piece)
         expected, found = part_of(self._whole(key), piece.region), piece.load()

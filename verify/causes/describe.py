@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ...core.base.findings import Finding
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan, Plan
 from ..ledger.compare import Difference, Problem, action_of, name_of, places, ranks_listed
 from ..ledger.ledger import (
     ACTIVATION,
@@ -20,7 +20,6 @@ from ..ledger.ledger import (
     Key,
     RunLedger,
 )
-from ..ledger.modules import plan_of_rank
 from ..ledger.relations import HINTS
 from ..run.fast_run import FastCheck
 from ..run.regression import Coefficient
@@ -56,7 +55,7 @@ def count_words(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def divergence(plan: Plan | ModularPlan, difference: Difference) -> dict[str, object]:
+def divergence(plan: AnyPlan, difference: Difference) -> dict[str, object]:
     """The JSON form of the first divergence. Steps are counted from 1; 0 is before the first. Numbers that
     are not known are null."""
     key, values, relation = difference.key, difference.values, difference.relation
@@ -185,7 +184,7 @@ def _times(factor: float, half_width: float) -> str:
     return f"{factor:.{digits}f} +- {half_width:.{digits}f}"
 
 
-def describe(plan: Plan | ModularPlan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:
+def describe(plan: AnyPlan, run: RunLedger, differences: Sequence[Difference]) -> list[Finding]:
     """The first difference as an error that says where and how, and one line about the rest."""
     if not differences:
         return []
@@ -202,14 +201,14 @@ def problem_words(problem: Problem) -> tuple[str, str]:
     return f"{_PROBLEMS[problem]}.", held
 
 
-def where_words(plan: Plan | ModularPlan, key: Key, ranks: Sequence[int]) -> str:
+def where_words(plan: AnyPlan, key: Key, ranks: Sequence[int]) -> str:
     """`step 2, rank 6, 3F3, layers.0.output of sample 3`."""
     when = "the start of training" if key.step == NO_STEP else f"step {key.step + 1}"
     return ", ".join([when, *places(plan, key, ranks), name_of(key)])
 
 
 def _first_words(
-    plan: Plan | ModularPlan, run: RunLedger, first: Difference
+    plan: AnyPlan, run: RunLedger, first: Difference
 ) -> tuple[str, Literal["error"], str, str, str]:
     """Rule, severity, where, what and hint of the first divergence."""
     key, values, ranks, relation = first.key, first.values, first.global_ranks, first.relation
@@ -233,7 +232,7 @@ def _first_words(
     )
 
 
-def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
+def _hint(plan: AnyPlan, run: RunLedger, first: Difference) -> str:
     """Which reduction to look at: the one over the axis that separates wrong replicas from right ones."""
     if (words := _DUPLICATES.get(first.key.phase)) is not None:
         return words
@@ -242,7 +241,7 @@ def _hint(plan: Plan | ModularPlan, run: RunLedger, first: Difference) -> str:
     right = {piece.global_rank for piece in run.pieces[first.key] if piece.region in regions} - wrong
     if not right:
         return HINTS[first.kind]
-    axis = _axis_between(plan_of_rank(plan, min(wrong)), wrong, right, first.key.phase)
+    axis = _axis_between(plan.part_of(min(wrong)), wrong, right, first.key.phase)
     what = "input-gradient reduction behind" if first.key.phase == ACTIVATION_GRADIENT else "reduction of"
     if first.key.phase not in (ACTIVATION, HELD_OUT, ACTIVATION_GRADIENT, GRADIENT):
         what = "step of"

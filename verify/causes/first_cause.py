@@ -15,7 +15,6 @@ from ...core.plan.plan import Plan
 from ..ledger.compare import Difference, Values, compare, ranks_of
 from ..ledger.duplicates import as_two_runs, is_of_all, sources_of
 from ..ledger.ledger import ACTIVATION, RECOMPUTED, Key, Piece, RunLedger
-from ..ledger.modules import plan_of_rank
 from ..run.proof_run import PARTS_FILE, ProofJob, TransportName, one_device, run_ledger
 from .captured import Captured, context_of, part_of
 
@@ -35,7 +34,7 @@ def run_against(
     """
     job = replace(job, skips_not_finite=True)
     run = run_ledger(job, transport)
-    differences = compare(reference, run, job.plan.model if isinstance(job.plan, Plan) else job.plan)
+    differences = compare(reference, run, job.plan.named_shapes)
     if differences:
         progress(f"{len(differences)} tensors differ: both run again and keep the values of the first of them")
         one = replace(job, plan=one_device(job.plan), fault=None, wraps_rank=None, skips_not_finite=False)
@@ -63,7 +62,7 @@ def _with_values(
         right = run_ledger(replace(one, capture=chosen, folder=folders[0], parts_of=parts_of), "memory")
         wrong = run_ledger(replace(many, capture=chosen, folder=folders[1]), transport)
         if first_ranks := differences[0].global_ranks:
-            dtype = plan_of_rank(many.plan, first_ranks[0]).precision.dtype
+            dtype = many.plan.part_of(first_ranks[0]).precision.dtype
             right, wrong = as_two_runs(differences[0].key, right, wrong, first_ranks[0], dtype=dtype, folder=folders[0])
         explained = {each.key for each in differences if each.key in chosen and each.key in right.pieces}
         first, *rest = [explain(each, right, wrong) if each.key in explained else each for each in differences]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...backend.data.vocabulary import unknown_ids
@@ -20,7 +20,7 @@ from ...backend.unsupported import unsupported
 from ...core.base.digest import to_hex
 from ...core.base.errors import MissingExtraError, PlanError
 from ...core.base.findings import Finding
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan, Plan
 from ...core.plan.sections import DataParallel
 from ..causes.describe import (
     count_words,
@@ -33,7 +33,6 @@ from ..causes.describe import (
 from ..causes.first_cause import Progress, run_against
 from ..ledger.compare import Difference
 from ..ledger.ledger import RunLedger
-from ..ledger.modules import leaf_sizes, parts_of
 from ..run.drop import DropReduction
 from ..run.fast_run import FastCheck, check_fast, states
 from ..run.proof_run import (
@@ -107,7 +106,7 @@ class Proof:
 
 
 def prove(
-    plan: Plan | ModularPlan,
+    plan: AnyPlan,
     *,
     block: BlockFactory | None = None,
     transport: TransportName | None = None,
@@ -144,7 +143,7 @@ def prove(
     most_ranks = most_ranks or (MAX_THREADS if transport == "memory" else MAX_WORLD_SIZE)
     if isinstance(plan, Plan) and (problems := unknown_ids(plan)):  # before a twin has another vocabulary
         raise PlanError(problems)
-    small: Plan | ModularPlan
+    small: AnyPlan
     small, changes = twin(plan, most_ranks) if isinstance(plan, Plan) else provable(plan, unsupported(plan))
     if fault is not None:
         if not isinstance(small, Plan):
@@ -205,7 +204,7 @@ def run_fast(job: ProofJob, transport: TransportName) -> FastCheck:
 
 def _proof(
     static: StaticProof,
-    plan: Plan | ModularPlan,
+    plan: AnyPlan,
     steps: int,
     transport: str,
     changes: Sequence[str],
@@ -216,6 +215,7 @@ def _proof(
     assumptions: Mapping[str, Finding | None],
 ) -> Proof:
     broken = [finding for finding in assumptions.values() if finding is not None]
+    leaves = {part.name: asdict(part.leaf_sizes) for part in plan.parts}
     findings = (*broken, *(checked.findings if checked else ()), *describe(plan, run, differences))
     report = {  # bits_different is a lower bound where values were not kept: at least one bit per tensor
         **static.report,
@@ -229,12 +229,12 @@ def _proof(
         "bits_different": sum(d.values.bits_different if d.values else 1 for d in differences),
         "first_divergence": divergence(plan, differences[0]) if differences else None,
         "world_size": plan.world_size,
-        "num_modules": len(parts_of(plan)),
+        "num_modules": len(plan.parts),
         "transport": transport,
         "assumptions": {name: finding is None for name, finding in assumptions.items()},
         "reference": checked.report if checked else None,
         "twin": list(changes),
-        "leaf_sizes": leaf_sizes(plan),
+        "leaf_sizes": leaves.get("", leaves),
         "fingerprint": _fingerprint(reference),
         "fast": None,
     }

@@ -23,7 +23,7 @@ from ...core.machine.cluster_presets import cluster_preset
 from ...core.machine.variation import NO_VARIATION
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import count_parameters
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan, ModularPlan, Plan
 from ...core.plan.sections import Batch, Numerics
 from ...core.schedule import CATALOG
 from ...core.schedule.passes import MAX_ACTIVE_STAGES
@@ -78,7 +78,7 @@ TOKEN_BLOCK = 8
 """A quarter of the twin's sequence, so that its token trees have more than one leaf."""
 
 
-def usual_transport(plan: Plan | ModularPlan) -> Literal["gloo", "memory"]:
+def usual_transport(plan: AnyPlan) -> Literal["gloo", "memory"]:
     """Processes, or threads where only these run all ranks of a plan as they are."""
     return "memory" if isinstance(plan, Plan) and MAX_WORLD_SIZE < plan.layout.world_size <= MAX_THREADS else "gloo"
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
 
 from ...core.base.digest import Digest, Region, add, region_size, regions_overlap
-from ...core.model.model import ModelSpec
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan, Plan
 from ...core.plan.schedule_of import schedule_for
 from ...core.schedule.action import Action, Kind
 from .duplicates import PHASES, duplicates
@@ -32,7 +31,6 @@ from .ledger import (
     Piece,
     RunLedger,
 )
-from .modules import in_whole, model_shapes, own_key, plan_of_rank, tensor_shapes
 from .relations import Class, Relation
 from .summary import Summary, add_summaries
 
@@ -77,13 +75,14 @@ class Difference:
         return "missing" if self.problem in ("missing", "incomplete") else "other values"
 
 
-def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan | None) -> list[Difference]:
+def compare(reference: RunLedger, run: RunLedger, names: Iterable[str] | None) -> list[Difference]:
     """Every tensor of which any rank's piece differs from the reference, in dataflow order: the first is
     the nearest to the cause.
 
     Pieces of equal region on several ranks are replicas, and each is compared; pieces of different regions are
-    assembled, on both sides. What a run has twice (`duplicates`) is compared with itself. Without a model (another
-    stack, whose names say nothing of the order) differences stand as the reference recorded their tensors.
+    assembled, on both sides. What a run has twice (`duplicates`) is compared with itself. `names` are those of what
+    training changes, in canonical order; without them (another stack, whose names say nothing of the order)
+    differences stand as the reference recorded their tensors.
     """
     found = []
     for key, expected in reference.pieces.items():
@@ -99,7 +98,7 @@ def compare(reference: RunLedger, run: RunLedger, model: ModelSpec | ModularPlan
             _compare_tensor(key, first, second) if key.phase == GATHERED else _compare_ranks(key, first, second)
         )
         found += [] if difference is None else [difference]
-    return found if model is None else sorted(found, key=_position(reference, model, found))
+    return found if names is None else sorted(found, key=_position(reference, names, found))
 
 
 def _compare_tensor(key: Key, expected: Sequence[Piece], pieces: Sequence[Piece]) -> Difference | None:
@@ -192,13 +191,12 @@ def ranks_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def _position(
-    reference: RunLedger, model: ModelSpec | ModularPlan, found: Sequence[Difference]
+    reference: RunLedger, names: Iterable[str], found: Sequence[Difference]
 ) -> Callable[[Difference], tuple]:
     """A sort key: gathered weights, activations forward, loss, those computed again, their gradients backward,
     parameter gradients backward, norm, optimizer, weights."""
-    names = model_shapes(model) if isinstance(model, ModelSpec) else tensor_shapes(model)
     parameter_position = {name: i for i, name in enumerate(names)}
-    last = len(names)  # of a tensor that this model has not, in the ledger of another
+    last = len(parameter_position)  # of a tensor that this model has not, in the ledger of another
     keys = [*reference.pieces, *(difference.key for difference in found)]
     activations = dict.fromkeys(key.tensor for key in keys if key.phase in (ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT))
     forward = {name: i for i, name in enumerate(activations)}
@@ -235,11 +233,17 @@ def _layer_of(tensor: str) -> str:
     return f"{before}{layers}{rest.partition('.')[0]}"
 
 
-def action_of(plan: Plan | ModularPlan, key: Key, global_rank: int) -> Action:
+def action_of(plan: AnyPlan, key: Key, global_rank: int) -> Action:
     """The action in which a rank computes a tensor: its F or B, the gradient reduction of its
     stage, or the optimizer step."""
-    part = plan_of_rank(plan, global_rank)
-    return in_whole(part, _own_action(part, own_key(plan, key), global_rank))
+    part = plan.part_of(global_rank)
+    action = _own_action(part, own_key(plan, key), global_rank)
+    return replace(action, stage=action.stage + part.first_stage)
+
+
+def own_key(plan: AnyPlan, key: Key) -> Key:
+    """A tensor by its name in its own part of a plan."""
+    return key if key.phase == SCALAR else key._replace(tensor=plan.own_name(key.tensor))
 
 
 def _own_action(plan: Plan, key: Key, global_rank: int) -> Action:
@@ -267,7 +271,7 @@ def _backward_kind(plan: Plan, stage: int, global_rank: int) -> Kind:
     return Kind.I if any(action.kind is Kind.I and action.stage == stage for action in row) else Kind.B
 
 
-def places(plan: Plan | ModularPlan, key: Key, ranks: Sequence[int]) -> list[str]:
+def places(plan: AnyPlan, key: Key, ranks: Sequence[int]) -> list[str]:
     """The ranks that hold a tensor wrongly, and their action, in words."""
     if not ranks:
         return []

@@ -21,10 +21,9 @@ from ...core.base.digest import to_hex
 from ...core.base.errors import PlanError
 from ...core.base.files import read_lines
 from ...core.base.parsing import parse_json
-from ...core.plan.plan import Plan
+from ...core.plan.plan import AnyPlan, Plan
 from .form import FORMAT, entry_of, header_problem
 from .ledger import NO_STEP, SCALAR, WEIGHT, Key, LedgerWriter, Piece, RankLedger, RunLedger
-from .modules import AnyPlan
 
 _LINES_AT_ONCE = 64
 """Lines written at once: half a megabyte of values empties the caches, and then a line alone costs the

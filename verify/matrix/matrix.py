@@ -23,7 +23,7 @@ from ...core.base.findings import Finding
 from ...core.base.terminal import say
 from ...core.commands.cli import exit_code, run_program
 from ...core.commands.options import add_output, check_output, emit
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan, Plan
 from ..dynamic.proof import prove
 from ..run.proof_run import TransportName
 from ..run.references import References
@@ -117,7 +117,7 @@ def run_row(row: Row, references: References, *, steps: int = STEPS, transport: 
 
 
 def prove_plan(
-    plan: Plan | ModularPlan,
+    plan: AnyPlan,
     row: Row,
     references: References,
     *,

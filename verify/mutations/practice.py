@@ -10,7 +10,6 @@ import numpy as np
 
 from ...core.plan.plan import Plan
 from ..ledger.ledger import GRADIENT, SCALAR, WEIGHT, Key, RunLedger
-from ..ledger.modules import tensor_shapes
 
 LOSS_RTOL = 1e-3
 """What is left of a loss in a log of four digits."""
@@ -35,7 +34,7 @@ def first_step_keys(plan: Plan) -> frozenset[Key]:
     """The tensors whose values `judge_by_habit` needs. Of a run that goes on from a checkpoint the
     first step is the second."""
     return frozenset(
-        Key(step, phase, name) for step in (0, 1) for name in tensor_shapes(plan) for phase in (GRADIENT, WEIGHT)
+        Key(step, phase, name) for step in (0, 1) for name in plan.named_shapes for phase in (GRADIENT, WEIGHT)
     )
 
 

@@ -99,7 +99,7 @@ def check_fast(plan: Plan, reference: RunLedger, run: RunLedger) -> FastCheck:
             for piece in run.pieces[key]
         ]
         distances[key] = max(found, key=lambda each: each.share)
-    differing = [each for each in compare(reference, run, plan.model) if each.key in distances]
+    differing = [each for each in compare(reference, run, plan.named_shapes) if each.key in distances]
     assert all(each.problem == "differs" for each in differing), "the exact run of this layout had all tensors whole"
     wrong = tuple(each.key for each in differing if distances[each.key].share > 1)
     return FastCheck(plan, distances, wrong, coefficients(plan.model, whole_values(expected, run)))

@@ -21,7 +21,7 @@ from ...core.base.errors import PlanError, RankFailure
 from ...core.base.findings import Finding
 from ...core.layout.layout import Layout
 from ...core.machine.variation import NO_VARIATION
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan, ModularPlan, Plan
 from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
 from ..ledger.ledger import (
     ACTIVATION,
@@ -34,7 +34,6 @@ from ..ledger.ledger import (
     RankLedger,
     RunLedger,
 )
-from ..ledger.modules import parts_of, plan_of_rank, tensor_shapes, uncut
 from ..ledger.stored import StoredValues
 from .contributions import ContributionWriter
 from .drop import DropReduction, drop_reduction
@@ -68,7 +67,7 @@ Scenario = Callable[[Any, "ProofJob"], RankLedger]
 class ProofJob:
     """What every rank of one run needs to know."""
 
-    plan: Plan | ModularPlan
+    plan: AnyPlan
     steps: int
     capture: frozenset[Key] = frozenset()
     folder: Path | None = None
@@ -96,11 +95,11 @@ class ProofJob:
 def one_device(plan: Plan) -> Plan: ...
 @overload
 def one_device(plan: ModularPlan) -> ModularPlan: ...
-def one_device(plan: Plan | ModularPlan) -> Plan | ModularPlan:
+def one_device(plan: AnyPlan) -> AnyPlan:
     """The same problem on one device: layout 1, one sample per microbatch, one after the other, every activation kept.
     Of several modules each has such a device."""
-    if not isinstance(plan, Plan):
-        return uncut(plan)
+    if isinstance(plan, ModularPlan):
+        return _uncut(plan)
     return replace(
         plan,
         layout=Layout(),
@@ -121,6 +120,24 @@ def one_device(plan: Plan | ModularPlan) -> Plan | ModularPlan:
     )
 
 
+def _uncut(plan: ModularPlan) -> ModularPlan:
+    """The same problem with no module cut: a rank for each, one sample per microbatch, one after the other,
+    every activation kept."""
+    numbers = {module.name: number for number, module in enumerate(plan.modules)}
+    return plan.replaced(
+        lambda module: replace(
+            module, first_rank=numbers[module.name], last_rank=numbers[module.name], layout=Layout()
+        ),
+        cluster=replace(plan.cluster, num_devices=len(numbers)),
+        batch=replace(plan.batch, micro_size=1),
+        runtime=replace(plan.runtime, tp_comm_overlap=None),
+        schedule=ScheduleChoice("1F1B"),
+        recompute=Recompute("none"),
+        data_parallel=DataParallel(),
+        variation=NO_VARIATION,
+    )
+
+
 def probe_rank(transport: Transport, plan: Plan) -> dict[str, Finding | None]:
     """Every assumption of exact numerics about the library by name, with a finding where it does not hold for
     the plan's shapes here."""
@@ -130,10 +147,10 @@ def probe_rank(transport: Transport, plan: Plan) -> dict[str, Finding | None]:
     return {entry.name: broken.get(entry.name) for entry in PROBES}
 
 
-def probed(one: Plan | ModularPlan) -> dict[str, Finding | None]:
+def probed(one: AnyPlan) -> dict[str, Finding | None]:
     """`probe_rank` of every model of a plan, in a process that has torch."""
     found: dict[str, Finding | None] = {}
-    for part in {part.model: part for part in parts_of(one)}.values():
+    for part in {part.model: part for part in one.parts}.values():
         for name, finding in _probed(part).items():
             found[name] = found.get(name) or finding
     return found
@@ -165,9 +182,9 @@ def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
     Before the second step it evaluates held-out data, as training does between steps. Every other step follows a step.
     """
     from ...backend.numerics import make_numerics
-    from ...backend.ranks.modules import training_rank
+    from ...backend.ranks.rank_of_plan import training_rank
 
-    part = plan_of_rank(job.plan, transport.global_rank)
+    part = job.plan.part_of(transport.global_rank)
     numerics = make_numerics(part, transport.device, global_rank=transport.global_rank)
     if job.fault is not None and job.fault.global_rank == transport.global_rank:
         numerics = drop_reduction(numerics, job.fault, lambda: transport.recorder.current_layer)
@@ -191,7 +208,7 @@ def trained(transport: Any, job: ProofJob) -> tuple[Any, LedgerWriter]:
 def writer_of(transport: Transport, job: ProofJob, part: Plan) -> LedgerWriter:
     """The ledger of a rank that trains by `part`, as the job wants it. `follow` has to be called
     when the rank is there."""
-    common = transport.global_rank, tensor_shapes(job.plan), job.capture, job.folder
+    common = transport.global_rank, job.plan.named_shapes, job.capture, job.folder
     if job.parts_of is None:
         return LedgerWriter(*common, cp=part.layout.cp)
     assert job.folder is not None

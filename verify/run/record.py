@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...core.plan.plan import AnyPlan
 from ..ledger.file import FileLedger, prepare_folder
-from ..ledger.modules import AnyPlan, plan_of_rank, tensor_shapes
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class LedgerObservers:
             "environment": environment(device),
             "plan": plan.to_toml(),
         }
-        part = plan_of_rank(plan, global_rank)
-        return FileLedger(global_rank, tensor_shapes(plan), cp=part.layout.cp, target=self.folder, header=header)
+        part = plan.part_of(global_rank)
+        return FileLedger(global_rank, plan.named_shapes, cp=part.layout.cp, target=self.folder, header=header)
 
 
 def ledger_observers(plan: AnyPlan, folder: str) -> LedgerObservers:

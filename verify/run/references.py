@@ -7,10 +7,9 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import Any
 
-from ...core.plan.plan import ModularPlan, Plan
+from ...core.plan.plan import AnyPlan
 from ...core.plan.sections import Train
 from ..ledger.ledger import RunLedger
-from ..ledger.modules import parts_of
 from .proof_run import ProofJob, run_ledger
 from .reference import Reference, checked_ledger
 
@@ -53,6 +52,6 @@ def _run(job: ProofJob) -> Checked:
     return checked_ledger(job) if job.scenario is None else (run_ledger(job, "memory"), None)
 
 
-def _is_fixed(plan: Plan | ModularPlan) -> bool:
+def _is_fixed(plan: AnyPlan) -> bool:
     """Whether a plan alone says what is computed."""
-    return all(part.train.data == Train().data and part.train.load is None for part in parts_of(plan))
+    return all(part.train.data == Train().data and part.train.load is None for part in plan.parts)

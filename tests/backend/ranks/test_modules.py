@@ -17,7 +17,7 @@ from shardproof.backend.base.recorder import Recorder
 from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.model.transformer import Stage
 from shardproof.backend.numerics import make_numerics
-from shardproof.backend.ranks.modules import training_rank
+from shardproof.backend.ranks.rank_of_plan import training_rank
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.base import SoloGroup
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -26,11 +26,10 @@ from shardproof.core.base.errors import DivergedError, PlanError
 from shardproof.core.plan.schedule_of import modular_schedule
 from shardproof.core.plan.sections import Checkpoint
 from shardproof.core.schedule.action import SENDS, Kind
-from shardproof.simulator.step.modules import bridge_bytes
+from shardproof.simulator.cost.joined_pricing import bridge_bytes
 from shardproof.verify.ledger.compare import compare
 from shardproof.verify.ledger.ledger import WEIGHT, RunLedger
-from shardproof.verify.ledger.modules import uncut
-from shardproof.verify.run.proof_run import ProofJob, prove_rank
+from shardproof.verify.run.proof_run import ProofJob, one_device, prove_rank
 
 SIX = "tiny-gpt-6h"
 
@@ -64,8 +63,8 @@ def ledger_of(plan: ModularPlan, steps: int = 2) -> RunLedger:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_no_bit_differs_from_modules_that_are_not_cut(plan: ModularPlan) -> None:
     assert unsupported(plan) == []
-    reference, run = ledger_of(uncut(plan)), ledger_of(plan)
-    assert compare(reference, run, plan) == []
+    reference, run = ledger_of(one_device(plan)), ledger_of(plan)
+    assert compare(reference, run, plan.named_shapes) == []
     names = {key.tensor for key in reference.pieces if key.phase == WEIGHT}
     assert names == {name for part in plan.parts for name in part.named_shapes}
     assert len(reference.scalars("loss")) == 2 and reference.scalars("loss")[1] < reference.scalars("loss")[0]
@@ -106,7 +105,7 @@ def one_step(transport, plan: ModularPlan) -> Gradients:
 def test_modules_that_are_not_cut_are_the_models_called_one_after_the_other() -> None:
     """No schedule, no bridge, no ranks: plain calls in one graph of autograd, the inputs of the last added
     in the order written."""
-    plan = uncut(modular(module("x"), module("y"), module("z", ["x"]), module("last", ["z", "y"]), samples=3))
+    plan = one_device(modular(module("x"), module("y"), module("z", ["x"]), module("last", ["z", "y"]), samples=3))
     recorder, stages, numerics = Recorder(), {}, {}
     for part in plan.parts:
         numerics[part.name] = make_numerics(part, global_rank=part.first_rank)
@@ -202,7 +201,7 @@ def test_a_run_of_modules_goes_on_with_the_same_bits_in_other_layouts(tmp_path) 
     begun = Trainer(first, transport="memory").fit()
     resumed = Trainer(second, transport="memory", resume=True).fit()
     assert resumed.first_step == 1 and resumed.steps == 2
-    undisturbed = ledger_of(replace(uncut(second), checkpoint=Checkpoint()), steps=3)
+    undisturbed = ledger_of(replace(one_device(second), checkpoint=Checkpoint()), steps=3)
     assert [*begun.losses, *resumed.losses] == undisturbed.scalars("loss")
     assert list(begun.grad_norms + resumed.grad_norms) == undisturbed.scalars("grad_norm")
     other = second.replaced(lambda each: replace(each, model=replace(each.model, ffn_hidden_size=96)))

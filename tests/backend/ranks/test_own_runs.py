@@ -80,6 +80,6 @@ def test_every_schedule_runs_as_predicted_and_its_durations_give_its_step(name, 
     plan = scheduled(name)
     ranks = workers(plan.layout.world_size, "memory").run(own.record_order, plan)
     assert own.differences(plan, ranks, simulate(plan)) == []
-    measured = measured_timeline([span for rank in ranks for span in rank.spans], (), plan.layout, "")
+    measured = measured_timeline([span for rank in ranks for span in rank.spans], (), plan, "")
     replayed = simulate(plan, durations=[measured]).report["step_time_s"]
     assert replayed == pytest.approx(measured.makespan_s, rel=1e-9)

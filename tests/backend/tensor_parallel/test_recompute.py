@@ -12,6 +12,7 @@ from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
+from shardproof.core.model.operators import layer_operators
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch, Numerics, Recompute, ScheduleChoice
 from shardproof.simulator.memory.layers import full_recompute, layer_nodes
@@ -92,7 +93,7 @@ def test_a_layer_keeps_what_the_memory_model_says(model: str, layout: Layout, ch
     )
     plan = plan_of(model, 2, MODES[mode], layout, **chosen)
     tensors = LayerTensors(plan, memory_profile(plan))
-    nodes = layer_nodes(tensors, moe=False)
+    nodes = layer_nodes(tensors, layer_operators(plan.model, 0))
     predicted = sum(
         node.retained_bytes
         for node in (full_recompute(nodes, tensors.hidden, tensors.retained_input) if mode == "full" else nodes)
@@ -117,7 +118,7 @@ def test_a_distributed_input_is_kept_in_equal_parts(tp: int) -> None:
     assert whole == 4 * 2 * 24 * model_preset(model).hidden_size
     assert sum(retained[distributed]) == whole and set(retained[distributed]) == {whole // tp}
     tensors = LayerTensors(plan := plan_of(model, 2, distributed, Layout(tp=tp)), memory_profile(plan))
-    nodes = full_recompute(layer_nodes(tensors, moe=False), tensors.hidden, tensors.retained_input)
+    nodes = full_recompute(layer_nodes(tensors, layer_operators(plan.model, 0)), tensors.hidden, tensors.retained_input)
     assert sum(node.retained_bytes for node in nodes) == whole // tp
 
 

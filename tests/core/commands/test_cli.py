@@ -85,7 +85,7 @@ def test_a_search_says_that_it_takes_no_modules(capsys):
     assert main(["plan", str(ROOT / "examples/encoder_decoder.toml")]) == 2
     reported = capsys.readouterr().err
     assert (
-        "here [[modules]] have no meaning. They are taken by simulate, verify, draw and train."
+        "here [[modules]] have no meaning. They are taken by fit, simulate, verify, draw and train."
     ) in reported and reported.count("modules") == 1
 
 

@@ -13,7 +13,7 @@ from shardproof.core.commands.cli import main
 from shardproof.core.commands.demo import PLANS, print_step
 from shardproof.core.plan.plan import ModularPlan, Plan
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.verify.schedule.modules import prove_modules
+from shardproof.verify.schedule.joined import examine_joined
 
 pytest.importorskip("torch")
 
@@ -57,7 +57,7 @@ def test_every_example_plan_is_read_and_its_schedule_is_right(path: Path) -> Non
     plan = Plan.from_toml(path.read_text(), path.name)
     assert Plan.from_toml(plan.to_toml()) == plan
     assert (
-        prove_modules(plan).findings == () if isinstance(plan, ModularPlan) else check(lower(schedule_for(plan))) == []
+        examine_joined(plan).findings == () if isinstance(plan, ModularPlan) else check(lower(schedule_for(plan))) == []
     )
 
 

@@ -25,7 +25,7 @@ from shardproof.core.schedule import build, lower
 from shardproof.core.schedule.action import Kind
 from shardproof.core.schedule.joined import joined_schedule
 from shardproof.core.schedule.placement import Placement
-from shardproof.verify.ledger.modules import uncut
+from shardproof.verify.run.proof_run import one_device
 
 EXAMPLE = (EXAMPLES / "encoder_decoder.toml").read_text()
 
@@ -199,12 +199,13 @@ def test_verbs_about_one_model_refuse_modules(tmp_path: Path, capsys: pytest.Cap
     from shardproof.core.commands.cli import main
 
     (tmp_path / "plan.toml").write_text(JOINING)
-    assert main(["fit", str(tmp_path / "plan.toml")]) == 2
-    assert "[[modules]] have no meaning. They are taken by simulate, verify, draw and train" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "plan.toml")]) == 2
+    refused = "[[modules]] have no meaning. They are taken by fit, simulate, verify, draw and train"
+    assert refused in capsys.readouterr().err
 
 
 def test_the_reference_has_every_module_whole_on_a_rank() -> None:
-    reference = uncut(ModularPlan.from_toml(JOINING))
+    reference = one_device(ModularPlan.from_toml(JOINING))
     assert [part.layout.world_size for part in reference.parts] == [1, 1, 1] and reference.sources == ((), (), (1, 0))
     assert [part.first_rank for part in reference.parts] == [0, 1, 2]
 

@@ -34,9 +34,9 @@ def engine_graph(schedule: Schedule) -> networkx.DiGraph:
 
 def reached(graph: networkx.DiGraph, schedule: Schedule) -> set[tuple[object, object]]:
     """What has to end before what, of all pairs that compute or reduce: two ways of writing the same waits agree."""
-    kept = {node for node in graph if "RECV" not in str(action_at(schedule, node))}
+    shown = {node for node in graph if "RECV" not in str(action_at(schedule, node))}
     closure = networkx.transitive_closure_dag(graph)
-    return {(tail, head) for tail, head in closure.edges if tail in kept and head in kept}
+    return {(tail, head) for tail, head in closure.edges if tail in shown and head in shown}
 
 
 def action_at(schedule: Schedule, node: tuple[int, int]) -> object:

@@ -18,9 +18,11 @@ from shardproof.core.commands.cli import main
 from shardproof.core.machine.variation import Variation
 from shardproof.core.plan.schedule_of import modular_schedule
 from shardproof.core.schedule.action import Kind
+from shardproof.simulator.cost.joined_pricing import bridge_bytes
 from shardproof.simulator.engine.engine import execute
 from shardproof.simulator.engine.graph import build_graph
-from shardproof.simulator.step.modules import bridge_bytes, joined_graph
+from shardproof.simulator.engine.joined_graph import joined_graph
+from shardproof.simulator.search.fit import fit
 
 EXAMPLE = EXAMPLES / "encoder_decoder.toml"
 
@@ -106,6 +108,22 @@ def test_simulate_and_draw_take_a_file_of_modules(capsys: pytest.CaptureFixture[
     assert "rank 4" in (tmp_path / "modules.svg").read_text()
 
 
+def test_modules_fit_where_their_heaviest_rank_does() -> None:
+    plan = modular(module("a", tp=2, pp=2), module("b", ["a"], tp=3), samples=2)
+    simulation, fitting = simulate(plan), fit(plan)
+    assert fitting.fits and fitting.findings == ()
+    rows, report = fitting.report["per_rank"], simulation.report
+    assert [row["global_rank"] for row in rows] == list(simulation.global_ranks) == [0, 2, 4]
+    assert [row["peak_memory_bytes"] for row in rows] == [memory.peak_bytes for memory in simulation.memory]
+    assert max(row["peak_memory_bytes"] for row in rows) == report["peak_memory_bytes"]
+    small = fit(replace(plan, cluster=replace(plan.cluster, device_memory_bytes=report["peak_memory_bytes"] - 1)))
+    assert not small.fits and small.remedies == []
+    (finding,) = small.findings
+    assert f"rank {report['peak_memory_rank']}" in finding.where and "more ranks for that module" in finding.hint
+    with pytest.raises(PlanError, match=r"\[variation\] is not simulated with \[\[modules\]\] yet"):
+        fit(replace(plan, variation=Variation(jitter=0.1)))
+
+
 def test_what_modules_are_not_simulated_with_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     plan = modular(module("a"), module("b", ["a"]), samples=2)
     with pytest.raises(PlanError, match=r"\[variation\] is not simulated with \[\[modules\]\] yet"):
@@ -114,4 +132,4 @@ def test_what_modules_are_not_simulated_with_is_refused(capsys: pytest.CaptureFi
     with pytest.raises(PlanError, match="4 inputs, and simulate joins at most 3"):
         simulate(modular(*many, module("last", [each["name"] for each in many]), samples=2))
     assert main(["simulate", str(EXAMPLE), "--sensitivity"]) == 2
-    assert "--sensitivity changes the cluster of one model's plan" in capsys.readouterr().err
+    assert "--sensitivity is about one model, and this plan has" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_a_rank_that_keeps_its_own_part_is_named_by_what_it_lacks(
 def test_other_initial_weights_are_found_before_the_first_step(reference_of: Callable[[Plan], RunLedger]) -> None:
     plan = tiny(dp=3, samples=3)
     other = replace(plan, train=replace(plan.train, seed=plan.train.seed + 1))
-    first = compare(reference_of(plan), run_ledger(ProofJob(other, 1), "memory"), plan.model)[0]
+    first = compare(reference_of(plan), run_ledger(ProofJob(other, 1), "memory"), plan.named_shapes)[0]
     assert (first.key, first.global_ranks) == (Key(NO_STEP, WEIGHT, "embedding.tokens.weight"), (0, 1, 2))
     assert where_words(plan, first.key, first.global_ranks).startswith(
         "the start of training, ranks 0, 1, 2, 0STEP, weight"

@@ -21,7 +21,6 @@ from shardproof.verify.causes.against import compare_saved
 from shardproof.verify.dynamic import proof as dynamic
 from shardproof.verify.ledger.file import read_ledger
 from shardproof.verify.ledger.ledger import NO_STEP, WEIGHT, Key, LedgerWriter
-from shardproof.verify.ledger.modules import tensor_shapes
 from shardproof.verify.mutations.mutants_parameters import trains_before_the_gather
 from shardproof.verify.mutations.patches import Broken
 from shardproof.verify.mutations.plans import tiny
@@ -36,7 +35,7 @@ NO_WAIT = partial(trains_before_the_gather, ("layers.1",))
 def waits(transport, given: tuple[Plan, bool]) -> list[str]:
     """What a rank of three steps and a held-out pass waits for, in order, with an observer or without."""
     plan, observes = given
-    observer = LedgerWriter(transport.global_rank, tensor_shapes(plan)) if observes else None
+    observer = LedgerWriter(transport.global_rank, plan.named_shapes) if observes else None
     rank = TrainingRank(transport, plan, observer=observer)
     rank.show_state(NO_STEP)
     found: list[str] = []
@@ -67,7 +66,7 @@ def test_all_weights_of_every_step_are_shown_where_they_are_used_or_at_the_end()
     """By the rank that updates a part with the step, by all three whole."""
     found = dynamic.run_ledger(ProofJob(PLAN, 3), "memory").pieces
     for step in range(3):
-        for name, shape in tensor_shapes(PLAN).items():
+        for name, shape in PLAN.named_shapes.items():
             whole = tuple((0, size) for size in shape)
             pieces = found[Key(step, WEIGHT, name)]
             assert {piece.global_rank for piece in pieces if piece.region == whole} == {0, 1, 2}

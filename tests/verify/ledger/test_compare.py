@@ -93,7 +93,7 @@ def reference(capture: frozenset[Key] = frozenset(), tmp_path: Path | None = Non
 
 
 def test_two_replicas_of_two_shards_equal_one_device() -> None:
-    assert compare(reference(), run_with({}, replicas=2), MODEL) == []
+    assert compare(reference(), run_with({}, replicas=2), SHAPES) == []
 
 
 def test_differences_come_forward_loss_backward_norm_optimizer_weights() -> None:
@@ -111,14 +111,14 @@ def test_differences_come_forward_loss_backward_norm_optimizer_weights() -> None
         Key(0, WEIGHT, DOWN),
     ]
     spoiled = {key: lambda tensor: tensor + 1 for key in keys}
-    found = compare(reference(), run_with({0: spoiled}), MODEL)
+    found = compare(reference(), run_with({0: spoiled}), SHAPES)
     assert [difference.key for difference in found] == keys
 
 
 def test_a_replica_that_differs_is_named_among_six_ranks(tmp_path: Path) -> None:
     key = Key(0, GRADIENT, DOWN)
     run = run_with({3: {key: lambda tensor: tensor * 2}}, tmp_path, replicas=3)
-    (found,) = compare(reference(), run, MODEL)
+    (found,) = compare(reference(), run, SHAPES)
     found = explain(found, reference(frozenset({key}), tmp_path / "reference"), run)
     assert found.global_ranks == (3,)
     assert found.values is not None and found.values.elements_different == found.values.num_elements == 16
@@ -127,7 +127,7 @@ def test_a_replica_that_differs_is_named_among_six_ranks(tmp_path: Path) -> None
 
 def test_one_replicated_activation_names_its_rank_at_once() -> None:
     run = run_with({1: {Key(0, ACTIVATION, "layers.0.mlp", 0): lambda tensor: tensor + 1}}, tp=2)
-    (found,) = compare(reference(), run, MODEL)
+    (found,) = compare(reference(), run, SHAPES)
     assert found.global_ranks == (1,)
 
 
@@ -135,20 +135,20 @@ def test_a_tensor_that_no_rank_recorded_is_missing_and_one_too_many_is_extra() -
     complete = reference()
     key = Key(0, WEIGHT, DOWN)
     without = RunLedger({k: v for k, v in complete.pieces.items() if k != key})
-    assert [(d.key, d.problem) for d in compare(complete, without, MODEL)] == [(key, "missing")]
-    assert [(d.key, d.problem) for d in compare(without, complete, MODEL)] == [(key, "extra")]
+    assert [(d.key, d.problem) for d in compare(complete, without, SHAPES)] == [(key, "missing")]
+    assert [(d.key, d.problem) for d in compare(without, complete, SHAPES)] == [(key, "extra")]
 
 
 def test_a_shard_that_no_rank_holds_leaves_the_tensor_incomplete() -> None:
     complete = run_with({})
     key = Key(0, WEIGHT, DOWN)
     torn = RunLedger({**complete.pieces, key: complete.pieces[key][:1]})
-    assert [(d.key, d.problem) for d in compare(reference(), torn, MODEL)] == [(key, "incomplete")]
+    assert [(d.key, d.problem) for d in compare(reference(), torn, SHAPES)] == [(key, "incomplete")]
 
 
 def test_a_second_run_with_the_right_bits_leaves_no_rank_to_blame(tmp_path: Path) -> None:
     key = Key(0, GRADIENT, DOWN)
-    (found,) = compare(reference(), run_with({1: {key: lambda tensor: -tensor}}), MODEL)
+    (found,) = compare(reference(), run_with({1: {key: lambda tensor: -tensor}}), SHAPES)
     assert (
         explain(
             found, reference(frozenset({key}), tmp_path / "reference"), run_with({0: {key: lambda t: t}}, tmp_path)

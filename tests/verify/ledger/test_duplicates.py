@@ -80,15 +80,15 @@ def computing(again: dict[str, torch.Tensor], order: tuple[str, ...] = ("layers.
 
 
 def test_gathered_weights_are_what_was_brought() -> None:
-    assert compare(RunLedger({}), gathering(), MODEL) == []
-    (found,) = compare(RunLedger({}), gathering(stale=0), MODEL)
+    assert compare(RunLedger({}), gathering(), SHAPES) == []
+    (found,) = compare(RunLedger({}), gathering(stale=0), SHAPES)
     assert (found.key, found.problem, found.global_ranks) == (Key(1, GATHERED, NORM), "differs", (0,))
 
 
 def test_a_gather_is_no_activation_and_comes_before_all_that_uses_it() -> None:
     wrong, later = gathering(stale=0), Key(1, GRADIENT, DOWN)
     reference = RunLedger({later: gathering().pieces[Key(1, GATHERED, NORM)]})
-    assert [each.key.phase for each in compare(reference, wrong, MODEL)] == [GATHERED, GRADIENT]
+    assert [each.key.phase for each in compare(reference, wrong, SHAPES)] == [GATHERED, GRADIENT]
     plan = Plan(
         MODEL,
         cluster_preset("this-host", 2),
@@ -101,10 +101,10 @@ def test_a_gather_is_no_activation_and_comes_before_all_that_uses_it() -> None:
 
 
 def test_a_reference_that_has_gathered_is_one_like_any_other() -> None:
-    assert compare(gathering(), RunLedger({}), MODEL) == []
+    assert compare(gathering(), RunLedger({}), SHAPES) == []
     assert (
         compare(
-            computing({}), RunLedger({k: v for k, v in computing({}).pieces.items() if k.phase != RECOMPUTED}), MODEL
+            computing({}), RunLedger({k: v for k, v in computing({}).pieces.items() if k.phase != RECOMPUTED}), SHAPES
         )
         == []
     )
@@ -112,10 +112,10 @@ def test_a_reference_that_has_gathered_is_one_like_any_other() -> None:
 
 def test_what_a_rank_computes_again_is_what_it_was() -> None:
     clean = computing({})
-    assert compare(clean, clean, MODEL) == []
-    (found,) = compare(clean, computing({"layers.0.attention.core": values(5, 1, 2, 3, 2)}), MODEL)
+    assert compare(clean, clean, SHAPES) == []
+    (found,) = compare(clean, computing({"layers.0.attention.core": values(5, 1, 2, 3, 2)}), SHAPES)
     assert (found.key, found.global_ranks) == (Key(0, RECOMPUTED, "layers.0.attention.core", 0), (1,))
-    (found,) = compare(clean, computing({"layers.1.mlp": values(5, 1, 3, 4)}), MODEL)
+    (found,) = compare(clean, computing({"layers.1.mlp": values(5, 1, 3, 4)}), SHAPES)
     assert (found.key, found.global_ranks) == (Key(0, RECOMPUTED, "layers.1.mlp", 0), (1,))
 
 
@@ -126,7 +126,7 @@ def test_recomputation_comes_before_gradients_and_the_last_layer_first() -> None
     gradient = Key(0, ACTIVATION_GRADIENT, "layers.1.mlp", 0)
     reference = RunLedger({**clean.pieces, gradient: clean.pieces[Key(0, ACTIVATION, "layers.1.mlp", 0)]})
     wrong = RunLedger({**wrong.pieces, gradient: wrong.pieces[Key(0, ACTIVATION, "layers.1.output", 0)]})
-    names = [(each.key.phase, each.key.tensor) for each in compare(reference, wrong, MODEL)]
+    names = [(each.key.phase, each.key.tensor) for each in compare(reference, wrong, SHAPES)]
     assert names == [
         (RECOMPUTED, "layers.1.mlp"),
         (RECOMPUTED, "layers.1.attention.core"),

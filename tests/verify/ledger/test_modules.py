@@ -21,7 +21,8 @@ from shardproof.verify.ledger.compare import Difference, Values
 from shardproof.verify.ledger.ledger import ACTIVATION, GRADIENT, Key, Piece, RunLedger
 from shardproof.verify.ledger.relations import Relation
 from shardproof.verify.mutations import parse_fault
-from shardproof.verify.schedule.modules import HALTS, halts, prove_modules, ways
+from shardproof.verify.schedule.joined import HALTS, examine_joined, halts, ways
+from shardproof.verify.symbolic.static import prove_static
 
 EXAMPLE = EXAMPLES / "encoder_decoder.toml"
 JOINING = modular(
@@ -36,14 +37,15 @@ JOINING = modular(
 def test_every_way_from_tokens_to_the_loss_is_right_and_the_whole_does_not_halt(schedule: str) -> None:
     plan = replace(JOINING, schedule=replace(JOINING.schedule, name=schedule))
     assert list(ways(plan)) == [(0, 1, 3), (2, 3)]
-    proof = prove_modules(plan)
+    proof = examine_joined(plan)
     assert proof.ok and proof.num_ways == 2 and HALTS in proof.rules and "rendezvous-cycle" in proof.rules
-    assert "slow tp2 pp2 + fast one device -> last tp3" in proof.text and "no rank waits in a circle" in proof.text
+    text = prove_static(plan).text
+    assert "slow tp2 pp2 + fast one device -> last tp3" in text and "no rank waits in a circle" in text
 
 
 def test_modules_that_cut_the_batch_differently_are_right_for_every_number_of_microbatches() -> None:
     plan = modular(module("a", dp=3), module("b", ["a"], dp=5), samples=7, schedule="GPipe")
-    assert {count for part in plan.parts for count in part.microbatch_counts} == {1, 2, 3} and prove_modules(plan).ok
+    assert {count for part in plan.parts for count in part.microbatch_counts} == {1, 2, 3} and examine_joined(plan).ok
 
 
 def rearranged(schedule: Schedule, stage: int, first: str, second: str) -> Schedule:

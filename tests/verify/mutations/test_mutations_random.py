@@ -242,7 +242,7 @@ def test_a_random_fault_is_found_where_it_is_and_a_right_run_has_no_finding(
     plan: Plan, steps: int, data: st.DataObject
 ) -> None:
     right = reference(one_device(plan).to_toml(), steps)
-    assert compare(right, run(ProofJob(plan, steps)), plan.model) == [], plan.to_toml()
+    assert compare(right, run(ProofJob(plan, steps)), plan.named_shapes) == [], plan.to_toml()
     breaks = data.draw(st.sampled_from(breaks_of(plan)))
     fault = Fault(
         plan,
@@ -257,7 +257,7 @@ def test_a_random_fault_is_found_where_it_is_and_a_right_run_has_no_finding(
         fault.follow_steps(patches)
         breaks(fault, patches)
 
-    differences = compare(right, run(ProofJob(plan, steps, wraps_rank=Broken(broken))), plan.model)
+    differences = compare(right, run(ProofJob(plan, steps, wraps_rank=Broken(broken))), plan.named_shapes)
     assert differences, f"{breaks.__name__} was not seen: {fault}\n{plan.layout}"
     first = differences[0]
     assert first.key.step == fault.step and is_where_it_broke(breaks, fault, first), (

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.base.findings import Finding
-from ...core.plan.plan import ModularPlan, ModulePlan
+from ...core.plan.plan import AnyPlan, ModularPlan, ModulePlan
 from ...core.plan.schedule_of import modular_schedule, schedule_for
 from ...core.program.bridge import messages, stage_grid
 from ...core.schedule import lower
 from ...core.schedule.action import ActionArray, Kind
 from ...core.schedule.placement import Placement
 from ...core.schedule.schedule import Schedule
-from .check import examine
+from .check import check, examine
 from .facts import Facts
 from .plan_facts import plan_calls
 
@@ -30,10 +30,10 @@ HALTS = "joined-stages-halt"
 
 
 @dataclass(frozen=True)
-class ModulesProof:
-    """What was looked at, and what is wrong."""
+class JoinedExamination:
+    """What was looked at, and what is wrong: the `schedule` of all stages, the names of the rules that were asked, and
+    how many ways lead from tokens to the loss."""
 
-    plan: ModularPlan
     schedule: Schedule
     findings: tuple[Finding, ...]
     rules: tuple[str, ...]
@@ -44,45 +44,8 @@ class ModulesProof:
         """True when nothing is wrong."""
         return not self.findings
 
-    @property
-    def report(self) -> dict[str, object]:
-        """The JSON keys of `verify`."""
-        schedule = self.schedule
-        return {
-            "ok": self.ok,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "checked": {
-                "schedule": schedule.name,
-                "num_actions": len(schedule),
-                "num_ranks": schedule.num_ranks,
-                "num_stages": schedule.num_stages,
-                "num_microbatches": schedule.num_microbatches,
-                "num_modules": len(self.plan.modules),
-                "num_ways": self.num_ways,
-                "rules": list(self.rules),
-            },
-        }
 
-    @property
-    def text(self) -> str:
-        """The same for people."""
-        schedule = self.schedule
-        ways = "one way" if self.num_ways == 1 else f"{self.num_ways} ways"
-        head = (
-            f"{schedule.name} over {len(self.plan.modules)} modules ({self.plan.degrees}): {len(schedule)} actions "
-            f"on {schedule.num_ranks} "
-            f"pipeline ranks, {schedule.num_microbatches} microbatches; {len(self.rules)} rules checked on {ways} "
-            "from tokens to loss."
-        )
-        if self.ok:
-            return (
-                f"{head}\nThe schedule is right: no rule is broken, and no rank waits in a circle. Bridges bring "
-                "every rank all it needs."
-            )
-        return "\n".join([head, *map(str, self.findings)])
-
-
-def prove_modules(plan: ModularPlan) -> ModulesProof:
+def examine_joined(plan: ModularPlan) -> JoinedExamination:
     """Every finding about a plan of modules, for each number of microbatches that its ranks have."""
     findings: list[Finding] = []
     rules: dict[str, None] = {}
@@ -101,7 +64,14 @@ def prove_modules(plan: ModularPlan) -> ModulesProof:
     for source, target in plan.joins:
         findings += _of_bridge(source, target)
     unique = tuple(dict.fromkeys(findings))
-    return ModulesProof(plan, modular_schedule(plan, counts[0]), unique, tuple(rules), len(list(ways(plan))))
+    return JoinedExamination(modular_schedule(plan, counts[0]), unique, tuple(rules), len(list(ways(plan))))
+
+
+def check_plan(plan: AnyPlan) -> list[Finding]:
+    """What is wrong with the schedule that the ranks of a plan run, of one model or of several."""
+    if isinstance(plan, ModularPlan):
+        return list(examine_joined(plan).findings)
+    return check(lower(schedule_for(plan)), plan=plan)
 
 
 def ways(plan: ModularPlan) -> Iterator[tuple[int, ...]]:
