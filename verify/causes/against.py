@@ -16,7 +16,7 @@ from typing import Any
 
 from ...core.base.digest import Digest, Region, full_region
 from ...core.base.findings import Finding
-from ...core.plan.plan import AnyPlan, ModularPlan, Plan
+from ...core.plan.plan import AnyPlan, Plan
 from ..ledger.compare import Difference, compare, own_key, whole_summary
 from ..ledger.duplicates import PHASES, firsts
 from ..ledger.file import RecordedLedger, SavedLedger
@@ -202,10 +202,7 @@ def _digests(pieces: Sequence[Piece], region: Region) -> set[Digest]:
 def _other_problem(plan: AnyPlan, reference: AnyPlan) -> Iterator[Finding]:
     """What the two runs were to compute otherwise, as one finding."""
     differing = []
-    models = [
-        [(part.name, part.model) for part in each.parts] if isinstance(each, ModularPlan) else each.model
-        for each in (plan, reference)
-    ]
+    models = [[(part.name, part.model) for part in each.parts] for each in (plan, reference)]
     if models[0] != models[1]:
         differing.append("the models are others")
     for section in OF_THE_PROBLEM:

@@ -227,7 +227,7 @@ class Captured:
             return list(labels), _scale(np.array([sum(values)]), self._whole(key)) * np.array(values)[:, None]
         if key.sample is not None:
             return [Part(key.sample)], part_of(self._whole(key), piece.region).astype(np.float64)[None]
-        if not self.parts.exists() or not isinstance(self.plan, Plan):
+        if not self.parts.exists():
             return [], np.empty(0)
         whole = Contributions.load(self.parts)
         box = tuple(slice(lo, hi) for lo, hi in piece.region)
@@ -248,7 +248,7 @@ class Captured:
         if key.phase == SCALAR:
             return self._explained_scalar(plan, key, piece)
         expected, found = part_of(self._whole(key), piece.region), piece.load()
-        if self.parts.exists() and isinstance(self.plan, Plan):
+        if self.parts.exists():
             whole = Contributions.load(self.parts)
             scale = _scale(whole.values.sum(0), self._whole(key))
             box = tuple(slice(lo, hi) for lo, hi in piece.region)

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...backend.data.vocabulary import unknown_ids
+from ...backend.data.vocabulary import of_part, unknown_ids
 from ...backend.launching.launch import scratch_folder
 from ...backend.unsupported import unsupported
 from ...core.base.digest import to_hex
 from ...core.base.errors import MissingExtraError, PlanError
 from ...core.base.findings import Finding
-from ...core.plan.plan import AnyPlan, Plan
+from ...core.plan.plan import AnyPlan, Plan, only_model
 from ...core.plan.sections import DataParallel
 from ..causes.describe import (
     count_words,
@@ -141,14 +141,12 @@ def prove(
         return Proof(static.report, static.errors, (), static)
     transport = usual_transport(plan) if transport is None else transport
     most_ranks = most_ranks or (MAX_THREADS if transport == "memory" else MAX_WORLD_SIZE)
-    if isinstance(plan, Plan) and (problems := unknown_ids(plan)):  # before a twin has another vocabulary
-        raise PlanError(problems)
+    if problems := [of_part(part, each) for part in plan.parts for each in unknown_ids(part)]:
+        raise PlanError(problems)  # before a twin has another vocabulary
     small: AnyPlan
     small, changes = twin(plan, most_ranks) if isinstance(plan, Plan) else provable(plan, unsupported(plan))
     if fault is not None:
-        if not isinstance(small, Plan):
-            raise PlanError("--inject breaks a reduction of one model, and this plan has [[modules]]. Leave it out.")
-        fault.check(small)
+        fault.check(only_model(small, "--inject"))
     one = one_device(small)
     assumptions = probed(one)
     job = ProofJob(small, steps, block=block, scenario=scenario)
@@ -166,7 +164,7 @@ def prove(
     fast = replace(
         small, numerics=replace(small.numerics, mode="fast"), precision=replace(small.precision, gradient_dtype=None)
     )
-    if isinstance(plan, Plan) and plan.data_parallel.library == "torch" and transport != "memory":
+    if plan.data_parallel.library == "torch" and transport != "memory":
         own = replace(fast, data_parallel=plan.data_parallel, schedule=replace(fast.schedule, max_active_stages=None))
         fast = fast if unsupported(own) else own
     check = run_fast(ProofJob(fast, steps, frozenset(reference.pieces), block=block), transport)
