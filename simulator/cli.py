@@ -13,7 +13,7 @@ from ..core.base.files import write_text
 from ..core.base.terminal import ranking, say, table
 from ..core.base.units import format_bytes, format_count, format_s
 from ..core.commands.commands import Command
-from ..core.commands.github import CAPACITY_KEYS, annotation, location_of_keys
+from ..core.commands.github import annotation, location_of_key
 from ..core.commands.options import (
     add_durations,
     add_output,
@@ -127,7 +127,7 @@ def run_fit(args: argparse.Namespace) -> int:
     emit(args, partial(fit_text, plan, report, why_none), report)
     if args.format == "github":
         for finding in result.findings:
-            print(annotation(finding, location_of_keys(args.plan, CAPACITY_KEYS)))
+            print(annotation(finding, location_of_key(args.plan, finding.key)))
     return 0 if result.fits else 1
 
 

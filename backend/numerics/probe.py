@@ -46,15 +46,8 @@ def probe(plan: Plan, device: torch.device | str = "cpu") -> list[Finding]:
     findings = []
     for entry in PROBES:
         if count := entry.differing(plan, device):
-            findings.append(
-                Finding(
-                    entry.name,
-                    "error",
-                    where,
-                    (f"{entry.assumption} does not hold: {count} elements differ."),
-                    entry.hint,
-                )
-            )
+            what = f"{entry.assumption} does not hold: {count} elements differ."
+            findings.append(Finding(entry.name, "error", where, what, entry.hint, key="numerics.mode"))
     return findings
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..base.errors import PlanError, ShardproofError
 from ..base.files import read_text
-from ..base.findings import NOWHERE, Finding, Location
+from ..base.findings import DEGREES, NOWHERE, Finding, Location
 from ..base.names import shortened
 from ..plan.toml import Given, Values, read_values
 
@@ -46,13 +46,28 @@ def error_annotations(verb: str, error: ShardproofError) -> Iterator[str]:
         yield _command("error", f"shardproof {verb}", problem, location)
 
 
-CAPACITY_KEYS = ("cluster.device_memory_bytes", "cluster.headroom", "cluster.preset", "cluster.file")
-"""What says how much memory a device has, the nearest first."""
+_SAID_BY = {
+    "cluster.device_memory_bytes": (
+        *("cluster.device_memory_bytes", "cluster.headroom", "cluster.preset", "cluster.file"),
+    ),
+    "schedule.name": ("schedule.file", "schedule.name", "layout.pp"),
+    "layout.stages": ("layout.stages", "layout.pp"),
+    "numerics.mode": ("numerics.mode", "precision.dtype"),
+}
+"""Key -> the keys by which a plan may say the same, the nearest first."""
 
 
-def location_of_keys(source: str | None, keys: Iterable[str]) -> Location:
-    """The place of the first of some dotted keys in a plan file, which has been read before; without a file, none."""
-    return NOWHERE if source is None else Location(source, line_of(read_values(read_text(source), source), keys))
+def location_of_key(source: str | None, key: str | None) -> Location:
+    """The place of a dotted key in a plan file, which has been read before; without a file, none."""
+    return NOWHERE if source is None else Location(source, line_about(read_values(read_text(source), source), key))
+
+
+def line_about(values: Values, key: str | None) -> int | None:
+    """The line where a plan says what a key does, or of a degree of parallelism for one of [layout] and where no key
+    is known."""
+    keys = _SAID_BY.get(key or "", () if key is None else (key,))
+    of_layout = key is None or (key.startswith("layout.") and key not in _SAID_BY)
+    return line_of(values, (*keys, *(f"layout.{axis}" for axis in DEGREES)) if of_layout else keys)
 
 
 def line_of(values: Values, keys: Iterable[str]) -> int | None:

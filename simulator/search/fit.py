@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...core.base.findings import Finding
+from ...core.base.findings import Finding, Where
 from ...core.base.units import format_bytes
 from ...core.plan.plan import AnyPlan, ModularPlan
+from ...core.schedule.action import Action
 from ..step.step import check_modules, representatives
 from .margins import margins_of
 from .remedies import is_tried, remedies
@@ -49,9 +50,11 @@ class Fit:
         report = self.report
         peak, capacity = format_bytes(report["peak_memory_bytes"]), format_bytes(report["capacity_bytes"])
         parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in report["memory_bytes"].items())
-        where = ", ".join(filter(None, (f"rank {report['peak_memory_rank']}", report["peak_memory_action"])))
+        action = report["peak_memory_action"] or None
+        microbatch = None if action is None else Action.from_str(action).microbatch
+        where = Where(report["peak_memory_rank"], action, microbatch=microbatch)
         what = f"it needs {peak} and {capacity} of the device are usable: {parts}."
-        return (Finding(OUT_OF_MEMORY, "error", where, what, self.hint),)
+        return (Finding.at(OUT_OF_MEMORY, "error", where, what, self.hint, key="cluster.device_memory_bytes"),)
 
     @property
     def hint(self) -> str:

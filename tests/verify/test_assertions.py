@@ -11,7 +11,6 @@ from shardproof.core.base.errors import PlanError
 from shardproof.core.base.findings import Finding, Location, ProofFailed
 from shardproof.core.schedule import build, lower
 from shardproof.verify.schedule.locations import location_of
-from shardproof.verify.schedule.rules import COLLECTIVE_RULES, DEADLOCK_RULES
 
 TEXT = """
 [model]
@@ -96,15 +95,29 @@ def test_a_schedule_where_only_a_plan_makes_sense_and_a_wrong_plan_are_refused()
         assert_schedule(TEXT.replace("tp = 3", "tp = 5"))
 
 
+def test_rows_of_a_schedule_are_those_of_findings_about_it_alone(tmp_path: Path) -> None:
+    plan = str(written(tmp_path / "plan.toml", TEXT.replace('name = "1F1B"', 'file = "own.csv"')))
+    row, copies, other = (
+        Finding("a-rule", "error", "ranks 1, 2", "x.", rank=1, axis=axis, key=key)
+        for axis, key in ((None, "schedule.name"), ("pp", "schedule.name"), ("tp", "layout.tp"))
+    )
+    assert location_of(row, plan) == Location(str(tmp_path / "own.csv"), 2)
+    assert location_of(copies, plan) == Location(plan, 17) and location_of(other, plan) == Location(plan, 8)
+    assert location_of(other, "own.csv") == Location("own.csv", 2)
+
+
 @pytest.mark.parametrize(
     ("finding", "line"),
     [
-        (Finding(COLLECTIVE_RULES[0].name, "error", "rank 3", "x."), 8),
-        (Finding(DEADLOCK_RULES[0].name, "error", "rank 1, step 2", "x."), 17),
-        (Finding("bits-differ", "error", "step 1, rank 2", "x.", "look at the data-parallel reduction"), 8),
-        (Finding("bits-differ", "error", "step 1, rank 2", "x.", "look at the tensor-parallel reduction"), 8),
-        (Finding("bound-left", "error", "step 1, rank 2", "x."), 19),
-        (Finding("common-factor", "error", "gradient head.norm.weight", "x."), 19),
+        (Finding("a-rule", "error", "rank 3", "x."), 8),
+        (Finding("a-rule", "error", "rank 3", "x.", key="layout.dp"), 8),
+        (Finding("a-rule", "error", "rank 3", "x.", key="layout.pp"), 9),
+        (Finding("a-rule", "error", "rank 3", "x.", key="layout.stages"), 9),
+        (Finding("a-rule", "error", "rank 3", "x.", key="schedule.name"), 17),
+        (Finding("a-rule", "error", "rank 3", "x.", key="numerics.mode"), 19),
+        (Finding("a-rule", "error", "rank 3", "x.", key="cluster.device_memory_bytes"), 5),
+        (Finding("a-rule", "error", "rank 3", "x.", key="batch.sequence"), 13),
+        (Finding("a-rule", "error", "rank 3", "x.", key="batch.nothing"), 11),
     ],
 )
 def test_findings_belong_to_the_key_they_are_about(tmp_path: Path, finding: Finding, line: int) -> None:

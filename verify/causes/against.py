@@ -25,7 +25,7 @@ from ..ledger.relations import HINTS, ROUNDING, Evidence, Relation, earlier, rel
 from ..ledger.summary import Summary
 from ..run.bounds import StepBounds
 from .axes import likely_axes, wrong_gradients
-from .describe import differing_words, divergence, later, problem_words, where_words
+from .describe import differing_words, divergence, later, problem_words, where_of
 from .summaries import explained_by_summaries, with_flip
 
 HOW_KEYS = frozenset(
@@ -100,27 +100,25 @@ class _Judge:
     def finding(self, difference: Difference) -> Finding:
         """A fault, or what other orders of the same sums explain; the relation of the difference is known."""
         key, relation = difference.key, difference.relation
-        where = where_words(self.run.plan, key, difference.global_ranks)
+        where = where_of(self.run.plan, key, difference.global_ranks)
         if relation is None:
             what, hint = problem_words(difference.problem)
-            return Finding(f"tensor-{difference.problem}", "error", where, what, hint)
+            return Finding.at(f"tensor-{difference.problem}", "error", where, what, hint)
+        axis = relation.axis
         if self.bitwise or key.phase in PHASES or relation.kind not in ("order only", "other values"):
-            return Finding("bits-differ", "error", where, f"{relation.kind}: {relation.words}.", HINTS[relation.kind])
+            what = f"{relation.kind}: {relation.words}."
+            return Finding.at("bits-differ", "error", where, what, HINTS[relation.kind], axis=axis)
         after = key.step > 0 or key.phase == HELD_OUT or key.tensor == "validation_loss"
         if after or self._bounds is None:
             why = "modules have no bounds" if self._bounds is None else "the weights differed before this step"
-            return Finding("order-of-sums", "info", where, f"{relation.words}; not judged, because {why}.")
+            return Finding.at("order-of-sums", "info", where, f"{relation.words}; not judged, because {why}.")
         bound = self._bounds.of(key, self._largest) * math.sqrt(math.prod(self.reference.run.pieces[key][0].shape))
         share = relation.distance / bound if bound else math.inf
         if share <= 1:
-            return Finding(
-                "order-of-sums",
-                "info",
-                where,
-                (f"{relation.words}, {share:.2g} of what other orders of the same sums may give."),
-            )
+            what = f"{relation.words}, {share:.2g} of what other orders of the same sums may give."
+            return Finding.at("order-of-sums", "info", where, what)
         what = f"{relation.words}, {share:.3g} times what other orders of the same sums may give."
-        return Finding("not-explained", "error", where, what, HINTS[relation.kind])
+        return Finding.at("not-explained", "error", where, what, HINTS[relation.kind], axis=axis)
 
     def related(self, difference: Difference) -> Difference:
         """The difference with the relation of its tensor to the right one: of a piece that both have,

@@ -117,12 +117,12 @@ class Captured:
         if plain is None or plain.kind in ("scaled", "doubled"):
             for piece, related in zip(pieces, relations, strict=False):
                 if (explained := self._counted(key, piece)) is not None:
-                    return replace(related, kind=explained[0], words=explained[1])
+                    return replace(related, kind=explained[0], words=explained[1], axis=None)
         if plain is not None:
             return plain
         for piece, related in zip(pieces, relations, strict=False):
             if (explained := self._explained(key, piece, axes)) is not None:
-                return replace(related, kind=explained[0], words=explained[1])
+                return replace(related, kind=explained[0], words=explained[1], axis=None)
         return next((each for each in relations if each.kind != "other values"), relations[0])
 
     def _is_wrong(self, key: Key, piece: Piece) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from ...core.base.findings import Finding
+from ...core.base.findings import Finding, Where
 from ...core.plan.plan import AnyPlan, Plan
-from ..ledger.compare import Difference, Problem, action_of, name_of, places, ranks_listed
+from ..ledger.compare import Difference, Problem, action_of, name_of, ranks_listed
 from ..ledger.ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -136,7 +136,7 @@ def _bound_findings(plan: Plan, check: FastCheck) -> list[Finding]:
     if not check.wrong:
         return []
     key, far = check.wrong[0], check.distances[check.wrong[0]]
-    where = where_words(plan, key, (far.global_rank,))
+    where = where_of(plan, key, (far.global_rank,))
     what = (
         f"fast numerics are {far.distance:.3g} from exact ones, where {check.terms(key)} bound the distance by "
         f"{far.bound:.3g}."
@@ -147,7 +147,7 @@ def _bound_findings(plan: Plan, check: FastCheck) -> list[Finding]:
             " With experts also at the router: rounding may have decided which of two equal experts a token goes to."
         )
     return [
-        Finding("bound-left", "error", where, what, hint),
+        Finding.at("bound-left", "error", where, what, hint, key="numerics.mode"),
         *later(check.wrong[1:], "bound-left-later", what="leave theirs"),
     ]
 
@@ -157,7 +157,7 @@ def _factor_findings(scaled: Sequence[Coefficient]) -> list[Finding]:
     if not scaled:
         return []
     first, others = scaled[0], scaled[1:]
-    where = f"{first.phase} {first.group}"
+    where = Where(tensor=first.group, words=f"{first.phase} {first.group}")
     times, observations = _times(first.factor, first.half_width), count_words(first.num_observations, "observation")
     what = f"scaled by {times}: fast numerics are so many times exact ones in {observations} of all steps."
     hint = (
@@ -165,7 +165,7 @@ def _factor_findings(scaled: Sequence[Coefficient]) -> list[Finding]:
         "such as a mean over "
         "ranks, a number of tokens or microbatches, or the scale of the loss."
     )
-    found = [Finding("common-factor", "error", where, what, hint)]
+    found = [Finding.at("common-factor", "error", where, what, hint, key="numerics.mode")]
     if others:
         named = ", ".join(f"{each.phase} {each.group} by {_times(each.factor, each.half_width)}" for each in others[:3])
         found.append(
@@ -188,7 +188,7 @@ def describe(plan: AnyPlan, run: RunLedger, differences: Sequence[Difference]) -
     """The first difference as an error that says where and how, and one line about the rest."""
     if not differences:
         return []
-    return [Finding(*_first_words(plan, run, differences[0])), *later([each.key for each in differences[1:]])]
+    return [_first(plan, run, differences[0]), *later([each.key for each in differences[1:]])]
 
 
 def problem_words(problem: Problem) -> tuple[str, str]:
@@ -201,46 +201,46 @@ def problem_words(problem: Problem) -> tuple[str, str]:
     return f"{_PROBLEMS[problem]}.", held
 
 
-def where_words(plan: AnyPlan, key: Key, ranks: Sequence[int]) -> str:
-    """`step 2, rank 6, 3F3, layers.0.output of sample 3`."""
+def where_of(plan: AnyPlan, key: Key, ranks: Sequence[int]) -> Where:
+    """`step 2, rank 6, 3F3, layers.0.output of sample 3`; of several ranks the first, whose action is named."""
     when = "the start of training" if key.step == NO_STEP else f"step {key.step + 1}"
-    return ", ".join([when, *places(plan, key, ranks), name_of(key)])
+    if not ranks:
+        return Where(tensor=key.tensor, words=f"{when}, {name_of(key)}")
+    action = action_of(plan, key, ranks[0])
+    words = f"{when}, {ranks_listed(ranks)}, {action}, {name_of(key)}"
+    return Where(ranks[0], str(action), key.tensor, action.microbatch, words)
 
 
-def _first_words(
-    plan: AnyPlan, run: RunLedger, first: Difference
-) -> tuple[str, Literal["error"], str, str, str]:
-    """Rule, severity, where, what and hint of the first divergence."""
+def _first(plan: AnyPlan, run: RunLedger, first: Difference) -> Finding:
+    """The finding of the first divergence."""
     key, values, ranks, relation = first.key, first.values, first.global_ranks, first.relation
-    where = where_words(plan, key, ranks)
+    where = where_of(plan, key, ranks)
     if first.problem != "differs":
-        return f"tensor-{first.problem}", "error", where, *problem_words(first.problem)
+        return Finding.at(f"tensor-{first.problem}", "error", where, *problem_words(first.problem))
     if values is None or relation is None:
-        return "run-dependent", "error", where, f"digests differed, but {_PROBLEMS['differs']}.", HINTS["run-dependent"]
+        what = f"digests differed, but {_PROBLEMS['differs']}."
+        return Finding.at("run-dependent", "error", where, what, HINTS["run-dependent"])
     right = "it was" if key.phase == RECOMPUTED else "one device has"
     what = (
         f"{relation.kind}: {relation.words}. {values.elements_different} of {values.num_elements} elements differ "
         f"({values.bits_different} bits); at {list(values.index)} {right} {values.expected!r}, rank {ranks[0]} has "
         f"{values.found!r}."
     )
-    return (
-        "run-dependent" if relation.kind == "run-dependent" else "bits-differ",
-        "error",
-        where,
-        what,
-        _hint(plan, run, first),
-    )
+    rule = "run-dependent" if relation.kind == "run-dependent" else "bits-differ"
+    hint, axis = _hint(plan, run, first)
+    axis = axis or relation.axis
+    return Finding.at(rule, "error", where, what, hint, axis=axis, key="schedule.name" if axis == "pp" else None)
 
 
-def _hint(plan: AnyPlan, run: RunLedger, first: Difference) -> str:
-    """Which reduction to look at: the one over the axis that separates wrong replicas from right ones."""
+def _hint(plan: AnyPlan, run: RunLedger, first: Difference) -> tuple[str, str | None]:
+    """Which reduction to look at: the one over the axis that separates wrong replicas from right ones; and it."""
     if (words := _DUPLICATES.get(first.key.phase)) is not None:
-        return words
+        return words, None
     wrong = set(first.global_ranks)
     regions = {piece.region for piece in run.pieces[first.key] if piece.global_rank in wrong}
     right = {piece.global_rank for piece in run.pieces[first.key] if piece.region in regions} - wrong
     if not right:
-        return HINTS[first.kind]
+        return HINTS[first.kind], None
     axis = _axis_between(plan.part_of(min(wrong)), wrong, right, first.key.phase)
     what = "input-gradient reduction behind" if first.key.phase == ACTIVATION_GRADIENT else "reduction of"
     if first.key.phase not in (ACTIVATION, HELD_OUT, ACTIVATION_GRADIENT, GRADIENT):
@@ -249,17 +249,20 @@ def _hint(plan: AnyPlan, run: RunLedger, first: Difference) -> str:
     replicas = (
         f"{'Replicas' if plural else 'The replica'} on {ranks_listed(sorted(right))} {'are' if plural else 'is'} right"
     )
-    return f"{replicas}: look at the {axis} {what} {first.key.tensor} on rank {min(wrong)}."
+    return f"{replicas}: look at the {_AXIS_WORDS[axis]} {what} {first.key.tensor} on rank {min(wrong)}.", axis
+
+
+_AXIS_WORDS = {"tp": "tensor-parallel", "pp": "cross-replica", "dp": "data-parallel"}
+"""Reductions by the axis of the ranks that they join; along pp they join replicas of a stage."""
 
 
 def _axis_between(plan: Plan, wrong: set[int], right: set[int], phase: str) -> str:
-    """The kind of reduction that separates wrong ranks from right ones: over tensor or data parallelism, or
-    over replicas of a stage."""
+    """The axis of the reduction that separates wrong ranks from right ones (`_AXIS_WORDS`)."""
 
     def separates(axis: str) -> bool:
         places = [{plan.layout.coordinates(rank)[axis] for rank in ranks} for ranks in (wrong, right)]
         return places[0].isdisjoint(places[1])
 
     if separates("tp") or phase in (ACTIVATION, HELD_OUT, ACTIVATION_GRADIENT):
-        return "tensor-parallel"
-    return "cross-replica" if separates("pp") and not separates("dp") else "data-parallel"
+        return "tp"
+    return "pp" if separates("pp") and not separates("dp") else "dp"

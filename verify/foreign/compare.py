@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ...core.base.digest import full_region, region_size
-from ...core.base.findings import Finding
+from ...core.base.findings import Finding, Where
 from ..causes.against import Comparison, other_machines
 from ..causes.describe import differing_words, later, problem_words
 from ..causes.norms import Squares, Suspects, explained_by_squares
@@ -161,15 +161,10 @@ class _Judge:
             what, hint = problem_words(difference.problem)
             if difference.problem == "incomplete":
                 hint = "Give the recorder the part of it that each rank holds (`cuts`), or leave it out (`names`)."
-            return Finding(f"tensor-{difference.problem}", "error", _where(difference), what, hint)
+            return Finding.at(f"tensor-{difference.problem}", "error", _where(difference), what, hint)
         far = "" if self.bitwise or not math.isfinite(judged.share) else f", {judged.share:.3g} times what is allowed"
-        return Finding(
-            "differs",
-            "error",
-            _where(difference),
-            (f"{relation.kind}: {relation.words}{far}."),
-            self._hint(difference, relation),
-        )
+        what, hint = f"{relation.kind}: {relation.words}{far}.", self._hint(difference, relation)
+        return Finding.at("differs", "error", _where(difference), what, hint, axis=relation.axis)
 
     def _share(self, key: Key, piece: Piece) -> float:
         """How much of its tolerance a piece uses; of two that promise bits, infinitely much as
@@ -303,12 +298,13 @@ def _position(reference: RunLedger) -> Callable[[Difference], tuple[Any, ...]]:
     return position
 
 
-def _where(difference: Difference) -> str:
+def _where(difference: Difference) -> Where:
     key = difference.key
-    ranks = [ranks_listed(difference.global_ranks)] if difference.global_ranks else []
-    action = [ACTIONS[key.phase]] if key.phase in ACTIONS else []
-    when, action = (f"step {key.step + 1}", action) if key.step > NO_STEP else ("before the first step", [])
-    return ", ".join([when, *ranks, *action, name_of(key)])
+    ranks = difference.global_ranks
+    when = f"step {key.step + 1}" if key.step > NO_STEP else "before the first step"
+    action = ACTIONS.get(key.phase) if key.step > NO_STEP else None
+    words = (when, ranks_listed(ranks) if ranks else None, action, name_of(key))
+    return Where(ranks[0] if ranks else None, action, key.tensor, words=", ".join(filter(None, words)))
 
 
 def _divergence(difference: Difference) -> dict[str, Any]:

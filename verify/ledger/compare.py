@@ -271,13 +271,6 @@ def _backward_kind(plan: Plan, stage: int, global_rank: int) -> Kind:
     return Kind.I if any(action.kind is Kind.I and action.stage == stage for action in row) else Kind.B
 
 
-def places(plan: AnyPlan, key: Key, ranks: Sequence[int]) -> list[str]:
-    """The ranks that hold a tensor wrongly, and their action, in words."""
-    if not ranks:
-        return []
-    return [ranks_listed(ranks), str(action_of(plan, key, ranks[0]))]
-
-
 def ranks_listed(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0, 1, 4`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -86,6 +86,8 @@ class Relation:
     norm: float
     is_rough: bool = False
     """Whether what the tensor is made from may say more: of a distance alone, and of a multiple that is not simple."""
+    axis: str | None = None
+    """The one axis that has the degree of a multiple."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,9 @@ def relate(expected: Summary, found: Summary, evidence: Evidence | None = None) 
         return relation("permuted", "the right values in other places")
     ratio = ratio_of(expected.sums, found.sums, evidence.dtype)
     if isinstance(ratio, Fraction):
-        return relation(*in_ratio(ratio, evidence.layout, evidence.axes))
+        axes = axes_of_ratio(ratio, evidence.layout, evidence.axes)
+        multiple = relation(*in_ratio(ratio, evidence.layout, evidence.axes))
+        return replace(multiple, axis=axes[0] if len(axes) == 1 else None)
     if (
         is_distinctive
         and (other := evidence.others.get(found.digest, evidence.others.get(found.value_digest))) is not None
@@ -177,11 +181,11 @@ def relate_values(
         and differ.any()
         and (flipped := flipped_bits(expected, found, region, evidence.dtype)) is not None
     ):
-        return replace(whole, kind="bit flip", words=flipped, is_rough=False)
+        return replace(whole, kind="bit flip", words=flipped, is_rough=False, axis=None)
     if whole.kind in ("not finite", "stale"):
         return whole
     if not differ.any():  # bits differ all the same: the sign of a zero
-        return replace(whole, kind="order only", words="zeros of the other sign")
+        return replace(whole, kind="order only", words="zeros of the other sign", axis=None)
     kind, words, is_rough = _of_elements(right[differ], wrong[differ], evidence)
     if is_rough and not whole.is_rough:
         return whole
@@ -194,7 +198,7 @@ def relate_values(
     if kind != "other values" and not differ.all():
         words += _in_shard(differ, region, evidence.shards) + where_of(differ, region)
     distance, norm = float(np.linalg.norm(wrong - right)), float(np.linalg.norm(right))
-    return Relation(kind, words, distance, norm, is_rough)
+    return Relation(kind, words, distance, norm, is_rough, whole.axis if kind == whole.kind else None)
 
 
 def _of_elements(expected: np.ndarray, found: np.ndarray, evidence: Evidence) -> tuple[Class, str, bool]:
@@ -326,11 +330,16 @@ def _fits(right: np.ndarray, wrong: np.ndarray, ratio: float, tolerance: float) 
     return bool(np.abs(wrong - ratio * right).max() <= tolerance * abs(ratio) * np.abs(right).max())
 
 
+def axes_of_ratio(ratio: Fraction, layout: Layout | None, axes: Sequence[str] = AXES) -> list[str]:
+    """Those of the axes that have the degree of a multiple."""
+    return [] if layout is None else [axis for axis in axes if degree_of(layout, axis) in (ratio, 1 / ratio)]
+
+
 def in_ratio(ratio: Fraction | float, layout: Layout | None, axes: Sequence[str] = AXES) -> tuple[Class, str]:
     """Kind and words of a multiple, with those of the axes that have this degree."""
     if not isinstance(ratio, Fraction):
         return "scaled", f"the right values times {ratio:.6g}"
-    meant = [] if layout is None else [axis for axis in axes if degree_of(layout, axis) in (ratio, 1 / ratio)]
+    meant = axes_of_ratio(ratio, layout, axes)
     named = f", as {' or '.join(meant)} is" if meant else ""
     return "doubled" if ratio == 2 else "scaled", f"the right values times {ratio}{named}"
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...core.base.errors import InternalError, PlanError, ShardproofError, did_you_mean
+from ...core.base.errors import InternalError, PlanError, RankFailure, ShardproofError, did_you_mean
 from ...core.base.findings import Finding
 from ...core.base.terminal import say
 from ...core.commands.cli import exit_code, run_program
@@ -133,7 +133,8 @@ def prove_plan(
         raise  # no verdict on the layout: the matrix ends with it
     except ShardproofError as error:
         notes = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        return replace(outcome, findings=(Finding("run-failed", "error", label(row), notes),))
+        rank = error.global_rank if isinstance(error, RankFailure) else None
+        return replace(outcome, findings=(Finding("run-failed", "error", label(row), notes, rank=rank),))
     assert not proof.changes, f"{label(row)} is not run as it is: {proof.changes}"
     outcome = replace(outcome, findings=proof.findings, elapsed_s=time.perf_counter() - start_s)
     if not proof.static.ok:

@@ -222,7 +222,8 @@ class _Check:
                 f"{len(tokens)} of {len(off)} tokens differ, by up to {off[tokens].max():.2g} of their norm."
             )
             gradient = "gradient of " * (key.phase == ACTIVATION_GRADIENT)
-            yield self._finding(rule, key.step, f"{gradient}{key.tensor} of sample {key.sample}", what)
+            words = f"{gradient}{key.tensor} of sample {key.sample}"
+            yield self._finding(rule, key.step, words, what, tensor=key.tensor)
 
     def _loss(self, step: int) -> Iterator[Finding]:
         own, *ahead = loss_names(self.plan)
@@ -269,7 +270,7 @@ class _Check:
                     "minimised, and ought to "
                     f"{weight * scale:.6g} times; so it is with {wrong.size} of {found.size} tokens."
                 )
-                yield self._finding("reference-gradient", step, f"{key.phase} {name}", what)
+                yield self._finding("reference-gradient", step, f"{key.phase} {name}", what, tensor=name)
                 return
 
     def _norm(self, step: int) -> Iterator[Finding]:
@@ -282,14 +283,14 @@ class _Check:
         found = self._number(step, name)
         if not abs(found - expected) <= EXACT * abs(expected):
             times = f", {found / expected:.6g} times that" if expected else ""
-            yield self._finding(rule, step, name, f"{what} is {expected:.9g}, and {found:.9g} is reported{times}.")
+            what += f" is {expected:.9g}, and {found:.9g} is reported{times}."
+            yield self._finding(rule, step, name, what, tensor=name)
 
     def _gradients_are_there(self, step: int) -> Iterator[Finding]:
         for name in self._names:
             if not self._has(Key(step, GRADIENT, name)):
-                yield self._finding(
-                    "reference-update", step, f"weight {name}", ("it is trained, and has no gradient and no update.")
-                )
+                what = "it is trained, and has no gradient and no update."
+                yield self._finding("reference-update", step, f"weight {name}", what, tensor=name)
 
     def _update(self, step: int, count: int) -> Iterator[Finding]:
         """Each tensor from what was before it and, for weights, from the moments that are there: what
@@ -332,23 +333,18 @@ class _Check:
                 f"{int(wrong.sum())} of {wrong.size} elements differ, and what was added to them is {share:.5g} "
                 "times what is due."
             )
-            yield self._finding("reference-update", key.step, f"{key.phase} {key.tensor}", what)
+            yield self._finding("reference-update", key.step, f"{key.phase} {key.tensor}", what, tensor=key.tensor)
 
     def _skipped(self, step: int) -> Iterator[Finding]:
         """fp16 leaves out an update whose gradients are not finite, and nothing else does."""
         if self.plan.precision.dtype != "fp16":
-            yield self._finding(
-                "reference-update",
-                step,
-                "grad_norm",
-                ("there is no update, which only an overflow of fp16 may leave out."),
-            )
+            what = "there is no update, which only an overflow of fp16 may leave out."
+            yield self._finding("reference-update", step, "grad_norm", what, tensor="grad_norm")
         for name in self._names:
             key = Key(step, WEIGHT, name)
             if not self._has(key) or not np.array_equal(self._values(key), self._before(key, np.zeros(()))):
-                yield self._finding(
-                    "reference-update", step, f"weight {name}", ("the update was skipped, and it has changed.")
-                )
+                what = "the update was skipped, and it has changed."
+                yield self._finding("reference-update", step, f"weight {name}", what, tensor=name)
 
     @cached_property
     def _derivative(self) -> dict[str, Any]:
@@ -407,10 +403,11 @@ class _Check:
                     f"{f', {times:.4g} times that' if each.found else ''}; "
                     f"the two are {each.apart:.4g} apart, of which rounding may be {rounding:.2g}."
                 )
-                yield self._finding("reference-gradient", self._derivative["step"], f"gradient {each.words}", what)
+                step, words = self._derivative["step"], f"gradient {each.words}"
+                yield self._finding("reference-gradient", step, words, what, tensor=name)
 
-    def _finding(self, rule: str, step: int, tensor: str, what: str) -> Finding:
-        return Finding(rule, "error", f"step {step + 1}, one device, {tensor}", what, HINTS[rule])
+    def _finding(self, rule: str, step: int, words: str, what: str, *, tensor: str | None = None) -> Finding:
+        return Finding(rule, "error", f"step {step + 1}, one device, {words}", what, HINTS[rule], tensor=tensor)
 
 
 def _with_rest(found: list[Finding]) -> Finding:

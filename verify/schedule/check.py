@@ -63,13 +63,11 @@ class Examination:
         findings = []
         for name, entries in by_rule.items():
             for rule, violation in entries[:_MAX_PER_RULE]:
-                where = f"rank {violation.pp_rank}" if violation.index is None else view.place(violation.index)
-                findings.append(Finding(name, rule.severity, where, violation.what, rule.hint))
-            if len(entries) > _MAX_PER_RULE:
-                more = len(entries) - _MAX_PER_RULE
-                findings.append(
-                    Finding(name, entries[0][0].severity, "other places", (f"the same in {more} more places."))
-                )
+                findings.append(rule.finding(violation, view))
+            if (more := len(entries) - _MAX_PER_RULE) > 0:
+                rule = entries[0][0]
+                what = f"the same in {more} more places."
+                findings.append(Finding(name, rule.severity, "other places", what, key=rule.key))
         return findings
 
 

@@ -9,11 +9,11 @@ every module the collectives are checked by its own plan, and that the bridges b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...core.base.findings import Finding
+from ...core.base.findings import Finding, Where
 from ...core.plan.plan import AnyPlan, ModularPlan, ModulePlan
 from ...core.plan.schedule_of import modular_schedule, schedule_for
 from ...core.program.bridge import messages, stage_grid
@@ -24,6 +24,7 @@ from ...core.schedule.schedule import Schedule
 from .check import check, examine
 from .facts import Facts
 from .plan_facts import plan_calls
+from .rules.rule import SCHEDULE_KEY
 
 HALTS = "joined-stages-halt"
 """The rule that is asked of the whole where branches join."""
@@ -125,12 +126,13 @@ def halts(schedule: Schedule) -> list[Finding]:
                 moved = True
     hint = "List the receive before what waits for it, in the order in which its sources send."
     return [
-        Finding(
+        Finding.at(
             HALTS,
             "error",
-            f"rank {stage}, {rows[stage][place]}",
-            ("it waits for other ranks, which wait for it."),
+            Where(stage, str(rows[stage][place]), microbatch=rows[stage][place].microbatch),
+            "it waits for other ranks, which wait for it.",
             hint,
+            key=SCHEDULE_KEY,
         )
         for stage, place in enumerate(at)
         if place < len(rows[stage])
@@ -152,10 +154,7 @@ def _of_module(part: ModulePlan, rules: dict[str, None]) -> list[Finding]:
     schedule = lower(schedule_for(alone))
     examination = examine(schedule, facts=Facts(collectives=plan_calls(alone, schedule, per_microbatch=False)))
     rules.update((rule.name, None) for rule in examination.rules)
-    return [
-        Finding(each.rule, each.severity, f"module {part.name}, {each.where}", each.what, each.hint)
-        for each in examination.findings
-    ]
+    return [replace(each, where=f"module {part.name}, {each.where}") for each in examination.findings]
 
 
 def _of_bridge(source: ModulePlan, target: ModulePlan) -> list[Finding]:
@@ -171,7 +170,12 @@ def _of_bridge(source: ModulePlan, target: ModulePlan) -> list[Finding]:
         where = f"bridge {source.name} -> {target.name}"
         return [
             Finding(
-                "bridge-incomplete", "error", where, str(error), ("Cut the same batch and sequence in both modules.")
+                "bridge-incomplete",
+                "error",
+                where,
+                str(error),
+                "Cut the same batch and sequence in both modules.",
+                key="batch.sequence",
             )
         ]
     return []

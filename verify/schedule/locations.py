@@ -3,37 +3,13 @@ the row of a schedule."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from ...core.base.files import read_text
 from ...core.base.findings import NOWHERE, Finding, Location
-from ...core.commands.github import CAPACITY_KEYS, line_of
+from ...core.commands.github import line_about
 from ...core.plan.toml import read_values
-from .rules import COLLECTIVE_RULES, LAYER_RULES, MEMORY_RULES, RULES
-
-DEGREES = ("layout.tp", "layout.cp", "layout.pp", "layout.dp", "layout.ep", "layout.etp")
-
-_ABOUT_NO_SCHEDULE = {
-    **{rule.name: DEGREES for rule in COLLECTIVE_RULES},
-    **{rule.name: ("layout.stages", "layout.pp") for rule in LAYER_RULES},
-    **{rule.name: CAPACITY_KEYS for rule in MEMORY_RULES if rule.needs is not None},
-    "out-of-memory": CAPACITY_KEYS,
-    "bound-left": ("numerics.mode", "precision.dtype"),
-    "common-factor": ("numerics.mode", "precision.dtype"),
-}
-"""Rule -> the keys of a plan that it is about, the nearest first, where these are not the schedule."""
-
-_AXIS_WORDS = {
-    "tensor-parallel": "layout.tp",
-    "sequence-parallel": "layout.sequence_parallel",
-    "context-parallel": "layout.cp",
-    "data-parallel": "layout.dp",
-    "expert-parallel": "layout.ep",
-    "cross-replica": "schedule.name",
-    "assumption": "numerics.mode",
-}
-"""What the words of a finding name -> the key that it is about."""
+from .rules.rule import SCHEDULE_KEY
 
 
 def location_of(finding: Finding, source: str | None) -> Location:
@@ -46,25 +22,13 @@ def location_of(finding: Finding, source: str | None) -> Location:
     if source.lower().endswith(".csv"):
         return _row_of(finding, source)
     values = read_values(read_text(source), source)
-    keys = _keys_about(finding)
-    if keys == _SCHEDULE and (written := values.get("schedule", {}).get("file")) is not None:
+    written = values.get("schedule", {}).get("file")
+    is_about_a_row = finding.key == SCHEDULE_KEY and finding.axis is None  # else about copies of a stage
+    if is_about_a_row and written is not None:
         return _row_of(finding, str((written.folder or Path()) / str(written.value)))
-    return Location(source, line_of(values, keys))
-
-
-_SCHEDULE = ("schedule.file", "schedule.name", "layout.pp")
-
-
-def _keys_about(finding: Finding) -> tuple[str, ...]:
-    if finding.rule in _ABOUT_NO_SCHEDULE:
-        return _ABOUT_NO_SCHEDULE[finding.rule]
-    if any(rule.name == finding.rule for rule in RULES):
-        return _SCHEDULE
-    words = f"{finding.what} {finding.hint}"
-    return (*(key for word, key in _AXIS_WORDS.items() if word in words), *DEGREES)
+    return Location(source, line_about(values, finding.key))
 
 
 def _row_of(finding: Finding, source: str) -> Location:
     """The line of a schedule CSV: it has one for each pipeline rank."""
-    found = re.search(r"\brank (\d+)", finding.where)
-    return Location(source, None if found is None else int(found.group(1)) + 1)
+    return Location(source, None if finding.rank is None else finding.rank + 1)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
+from ...core.base.findings import Where
 from ...core.layout.stage_parameters import Usage, stage_parameters, stage_usages
 from ...core.plan.plan import Plan
 from ...core.program import (
@@ -26,7 +28,7 @@ from ...core.program import (
 )
 from ...core.program.buckets import bucket_layers, sums_are_sharded
 from ...core.program.holdings import PART_LAYERS, KnownPart, knows_heads
-from ...core.schedule.action import Kind
+from ...core.schedule.action import Action, Kind
 from ...core.schedule.placement import Placement
 from .experts import EXPERT_AXES, ExpertGrid
 from .expressions import MODULUS, digest, digests
@@ -40,12 +42,13 @@ States = Mapping[str, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True)
 class StepDifference:
-    """Something that REDUCE_GRAD or STEP makes otherwise than one device; an `order` one is the same
-    sum in another order."""
+    """Something that REDUCE_GRAD or STEP makes otherwise than one device, over an `axis` where one is known; an `order`
+    one is the same sum in another order."""
 
-    kind: str
-    where: str
+    kind: Literal["value", "order"]
+    where: Where
     what: str
+    axis: str | None = None
 
 
 @dataclass
@@ -90,6 +93,7 @@ def reduced_gradients(
     """
     gradients = StageGradients(plan, placement, stage)
     differences: list[StepDifference] = []
+    reduction = str(Action(stage, Kind.REDUCE_GRAD))
     usages = stage_usages(plan.model, plan.stages[stage])
     covered = {parameter.name for parameter in program.own_tokens(plan, stage)}
     buckets = bucket_layers(plan, stage)
@@ -98,15 +102,16 @@ def reduced_gradients(
         representatives.setdefault((buckets.get(usage.key), *_treatment(usage, states, covered)), usage)
     operations, note = in_step(of_ranks(program, plan, Kind.REDUCE_GRAD, stage, len(placement.ranks[stage])))
     if note:
-        differences.append(StepDifference("value", f"{stage}REDUCE_GRAD", note))
+        differences.append(StepDifference("value", Where(action=reduction), note))
     after_each, note = _after_each_microbatch(plan, program, stage)
     if note:
-        differences.append(StepDifference("value", f"{stage}B", note))
+        differences.append(StepDifference("value", Where(words=f"{stage}B"), note))
     counted = [operation for operation in operations if operation.layer == EXPERT_BIAS]
     operations = [operation for operation in operations if operation.layer != EXPERT_BIAS]
     differences += _counts_difference(gradients, counted)
     per_holder = [num_reductions.get((rank, stage), ()) for rank in placement.ranks[stage]]
     for usage in representatives.values():
+        where = Where(action=reduction, tensor=usage.parameter.name, words=f"{reduction}, {usage.key}")
         try:
             given = [
                 _operations_for(plan, usage, each, covered, buckets.get(usage.key, ""))
@@ -115,7 +120,7 @@ def reduced_gradients(
             covering = usage.parameter.name in covered
             total = _reduce_usage(gradients, usage, states[usage.key], given, per_holder, covering)
         except MisfitError as error:
-            differences.append(StepDifference("value", f"{stage}REDUCE_GRAD, {usage.key}", str(error)))
+            differences.append(StepDifference("value", where, str(error)))
             continue
         wanted = gradients.wanted[usage.key]
         if not np.array_equal(total, wanted):
@@ -125,21 +130,20 @@ def reduced_gradients(
             what = _how(total, wanted, per_holder, operations) + (
                 (f" (and {num_equal - 1} more gradients)") if num_equal > 1 else ""
             )
-            differences.append(StepDifference("value", f"{stage}REDUCE_GRAD, {usage.key}", what))
+            differences.append(StepDifference("value", where, what))
         gradients.values[usage.key] = wanted  # what follows is judged on its own
     in_parts = plan.layout.zero > 0 and num_shards(plan, stage).dense > 1
     if usages and gradients.is_part != in_parts and not any(difference.kind == "value" for difference in differences):
         what = "every copy keeps whole gradients" if in_parts else "every copy keeps a part of the gradients only"
-        differences.append(
-            StepDifference("value", f"{stage}REDUCE_GRAD", (f"{what}, and zero={plan.layout.zero} wants it otherwise"))
-        )
+        what += f", and zero={plan.layout.zero} wants it otherwise"
+        differences.append(StepDifference("value", Where(action=reduction), what, axis="dp"))
     gradients.is_part = in_parts and bool(usages)  # a stage without layers has no parts
     by_tokens = [usage for usage in usages if usage.parameter.name in covered and not knows_heads(usage.parameter)]
     if split := _split_blocks(plan, [tokens for usage in by_tokens for tokens in states[usage.key]]):
-        differences.append(StepDifference("order", f"{stage}REDUCE_GRAD", split))
+        differences.append(StepDifference("order", Where(action=reduction), split))
     if gradients.reordered:
         what = "gradients are added over ranks in the library's order"
-        differences.append(StepDifference("order", f"{stage}REDUCE_GRAD", what))
+        differences.append(StepDifference("order", Where(action=reduction), what))
     return gradients, differences
 
 
@@ -162,7 +166,7 @@ def _counts_difference(gradients: StageGradients, operations: Sequence[Collectiv
     if not (own == np.uint64(wanted % MODULUS)).all():
         called = calls_text([(each.op, each.axis, each.layer) for each in operations])
         what = f"counts of chosen experts are not those of the global batch; REDUCE_GRAD calls {called}"
-        yield StepDifference("value", f"{stage}REDUCE_GRAD, {EXPERT_BIAS}", what)
+        yield StepDifference("value", Where(action=str(Action(stage, Kind.REDUCE_GRAD)), tensor=EXPERT_BIAS), what)
 
 
 def _split_blocks(plan: Plan, bounds: Sequence[tuple[int, int]]) -> str:
@@ -448,5 +452,6 @@ def exchange_difference(plan: Plan, program: Program, stage: int) -> StepDiffere
                     f"{len(wanted)} exchanges over context-parallel ranks are due after the last weight gradient, "
                     f"and {called} is called"
                 )
-                return StepDifference("value", f"{stage}{kind.name}, tp rank {tp_rank}", what)
+                where = Where(words=f"{stage}{kind.name}, tp rank {tp_rank}")
+                return StepDifference("value", where, what, axis="cp")
     return None

@@ -42,16 +42,6 @@ def mixed(tag: np.uint64, *values: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Place:
-    """One thing that a schedule computes otherwise than one device; `index` is the action's,
-    None where there is none."""
-
-    index: int | None
-    pp_rank: int
-    what: str
-
-
-@dataclass(frozen=True)
 class OneDevice:
     """Digests that are right: of every stage's output, the gradient of its input and of its weights, all
     `[stage, microbatch]`."""

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ...core.base.findings import Where
 from ...core.layout.stage_parameters import Usage, stage_usages
 from ...core.model.blocks import num_losses
+from ...core.model.parameters import TOKEN_TABLE
 from ...core.plan.plan import Plan
 from ...core.program import Collective, Operations, num_copies, num_shards
 from ...core.program.buckets import gathered_sizes
-from ...core.schedule.action import Kind
+from ...core.schedule.action import Action, Kind
 from ...core.schedule.placement import Placement
 from .experts import EXPERT_AXES, ExpertGrid
 from .expressions import MODULUS, digest, digests
@@ -37,8 +39,9 @@ def unshard_difference(plan: Plan, placement: Placement, program: Program, stage
         called = calls_text([(call.op, call.axis, call.layer) for call in calls])
         return StepDifference(
             "value",
-            f"{stage}UNSHARD",
-            note or (f"{len(wanted)} all_gather over copies are due, and the program calls {called}"),
+            Where(action=str(Action(stage, Kind.UNSHARD))),
+            note or f"{len(wanted)} all_gather over copies are due, and the program calls {called}",
+            axis="dp",
         )
     return None
 
@@ -137,6 +140,7 @@ class Step:
         return own, np.uint64(total % MODULUS)
 
     def _scalar(self, layer: str, own: np.ndarray, wanted: np.uint64) -> Iterator[StepDifference]:
+        where = Where(tensor=layer, words=f"STEP, {layer}")
         calls, note = self._of_layer(layer)
         for call in calls:
             if call.axis in ("ep", "etp") and layer == "grad_norm" and self.plan.model.is_moe:
@@ -151,9 +155,9 @@ class Step:
             rank, t, d = np.argwhere(own != wanted)[0].tolist() if not note else (0, 0, 0)
             place = f"pipeline rank {self.ranks[rank]}, tp rank {t}, dp rank {d}"
             what = note or f"{place} has another sum than one device; its parts are added over {axes_text}"
-            yield StepDifference("value", f"STEP, {layer}", what)
+            yield StepDifference("value", where, what)
         elif any(call.op == "all_reduce" for call in calls):
-            yield StepDifference("order", f"STEP, {layer}", "the scalar is added over ranks in the library's order")
+            yield StepDifference("order", where, "the scalar is added over ranks in the library's order")
 
     def _tied_table(self) -> Iterator[StepDifference]:
         """First and last stage add the sums of their uses; each rank that holds one of them needs the other's."""
@@ -166,7 +170,8 @@ class Step:
             for (t, d), own in self._different(rank):
                 calls = [each for each in own if isinstance(each, Collective) and each.axis == "embedding"]
                 if len(calls) != needed:
-                    where = f"STEP, embedding.tokens.weight on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}"
+                    rank_words = f"{TOKEN_TABLE} on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}"
+                    where = Where(pp_rank, tensor=TOKEN_TABLE, words=f"STEP, {rank_words}")
                     uses = (
                         "without the other end's use"
                         if len(calls) < needed
@@ -176,7 +181,7 @@ class Step:
                         f"the tied table is updated {uses}: {needed} collectives over embedding are due, "
                         f"{len(calls)} called"
                     )
-                    yield StepDifference("value", where, what)
+                    yield StepDifference("value", where, what, axis="pp")
                     return
 
     def _expert_copies(self, pp_rank: int) -> list[int]:
@@ -216,10 +221,10 @@ class Step:
                 ]
                 wanted = [num_shards(self.plan, stage).dense for stage, _ in dense]
                 if sizes != wanted or of_experts != expert_copies:
-                    where = f"STEP on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}"
+                    where = Where(pp_rank, words=f"STEP on pipeline rank {pp_rank}, tp rank {t}, dp rank {d}")
                     what = (
                         f"stages {apart} are updated in parts, which {len(gathers)} all_gather over their copies "
                         "bring together"
                     )
-                    yield StepDifference("value", where, what)
+                    yield StepDifference("value", where, what, axis="dp")
                     return

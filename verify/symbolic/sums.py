@@ -11,20 +11,22 @@ import numpy as np
 
 from ...core.schedule.action import Kind
 from ...core.schedule.schedule import Schedule
-from .schedule import ABSENT, Place, ScheduleRun
+from ..schedule.rules import Violation
+from .schedule import ABSENT, ScheduleRun
 
 _NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """`places` are first causes; `same_sums` says that all gradients and losses are the same sums all the same.
+    """`places` are first causes, where a schedule computes otherwise than one device; `same_sums` says that all
+    gradients and losses are the same sums all the same.
 
     `num_reductions[pp_rank, stage]` are the numbers of REDUCE_GRAD that contributions of a stage go through before
     STEP: (1,) is right. `unordered_stages` are those whose microbatches are not added in ascending order.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[Violation, ...]
     same_sums: bool
     num_reductions: dict[tuple[int, int], tuple[int, ...]]
     unordered_stages: tuple[int, ...]
@@ -49,7 +51,7 @@ class _Judge:
             unordered_stages=self._unordered_stages(),
         )
 
-    def _forward_places(self) -> Iterator[Place]:
+    def _forward_places(self) -> Iterator[Violation]:
         run = self.run
         rows = run.rows(Kind.F)
         source = run.forward_inputs[rows]
@@ -57,7 +59,7 @@ class _Judge:
         for row in rows[~self.is_right[rows] & caused].tolist():
             yield self._place(row, self._what(row, int(run.forward_inputs[row]), "output", -1))
 
-    def _backward_places(self) -> Iterator[Place]:
+    def _backward_places(self) -> Iterator[Violation]:
         run = self.run
         rows = run.rows(Kind.B, Kind.I)
         source, saved = run.gradient_inputs[rows], run.saved[rows]
@@ -83,8 +85,8 @@ class _Judge:
             f"{wanted}"
         )
 
-    def _place(self, row: int, what: str) -> Place:
-        return Place(int(self.run.index[row]), int(self.run.rank[row]), what)
+    def _place(self, row: int, what: str) -> Violation:
+        return Violation(int(self.run.index[row]), int(self.run.rank[row]), what)
 
     @cached_property
     def is_right(self) -> np.ndarray:
@@ -112,23 +114,22 @@ class _Judge:
         step = self._step_index[self.run.rank[rows]]
         return rows[self.run.index[rows] < np.where(step == _NEVER, -1, step)]
 
-    def _gradient_places(self) -> Iterator[Place]:
+    def _gradient_places(self) -> Iterator[Violation]:
         """Microbatches that are missing from the gradient of a stage or in it twice, over all replicas of the stage."""
         for stage, microbatch, count in _not_once(self._counts(self._adding)):
             owner = self.schedule.placement.rank_of(stage, microbatch)
             times = "missing from" if count == 0 else f"{count} times in"
-            yield Place(
-                None, owner, (f"microbatch {microbatch} is {times} the gradient of stage {stage} that STEP applies")
-            )
+            what = f"microbatch {microbatch} is {times} the gradient of stage {stage} that STEP applies"
+            yield Violation(None, owner, what, microbatch=microbatch)
 
-    def _loss_places(self) -> Iterator[Place]:
+    def _loss_places(self) -> Iterator[Violation]:
         run, last = self.run, self.schedule.num_stages - 1
         rows = run.rows(Kind.F)
         rows = rows[(run.stage[rows] == last) & (run.index[rows] < self._step_index[run.rank[rows]])]
         for _, microbatch, count in _not_once(self._counts(rows)[last:]):
             owner = self.schedule.placement.rank_of(last, microbatch)
             times = "missing from" if count == 0 else f"{count} times in"
-            yield Place(None, owner, f"microbatch {microbatch} is {times} the loss")
+            yield Violation(None, owner, f"microbatch {microbatch} is {times} the loss", microbatch=microbatch)
 
     def _counts(self, rows: np.ndarray) -> np.ndarray:
         """[stage, microbatch] -> how many of some rows there are."""

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from ...core.base.findings import Finding
+from ...core.base.findings import Finding, Severity, Where
 from ...core.layout.layout import Layout
 from ...core.machine.cluster import ClusterSpec
 from ...core.machine.variation import NO_VARIATION
@@ -32,6 +32,7 @@ from ...core.schedule import lower
 from ...core.schedule.action import Kind
 from ...core.schedule.schedule import Schedule
 from ..schedule.rules import View
+from ..schedule.rules.rule import SCHEDULE_KEY
 from .blocks import EMBEDDING, HEAD, Block, blocks_of, run_block
 from .layers import Difference, Program
 from .reduction import StageGradients, StepDifference, exchange_difference, reduced_gradients
@@ -158,12 +159,19 @@ class _Prover:
     def exact(self) -> bool:
         return self.plan.numerics.mode == "exact"
 
-    def _finding(self, kind: str, where: str, what: str) -> Finding:
-        if kind == "value":
-            return Finding(VALUE_RULE, "error", where, f"{what}.", _HINTS[VALUE_RULE])
-        if self.exact:
-            return Finding(ORDER_RULE, "error", where, f"{what}.", _EXACT_HINT)
-        return Finding(ORDER_RULE, "info", where, f"{what}.", _HINTS[ORDER_RULE])
+    def _finding(
+        self,
+        kind: Literal["value", "order"],
+        where: Where,
+        what: str,
+        *,
+        axis: str | None = None,
+        key: str | None = None,
+    ) -> Finding:
+        rule = VALUE_RULE if kind == "value" else ORDER_RULE
+        severity: Severity = "error" if kind == "value" or self.exact else "info"
+        hint = _EXACT_HINT if kind == "order" and self.exact else _HINTS[rule]
+        return Finding.at(rule, severity, where, f"{what}.", hint, axis=axis, key=key)
 
     def _layers(self) -> Iterator[Finding]:
         """Every block of every stage; blocks that differ in their layer's name only are run once."""
@@ -200,41 +208,42 @@ class _Prover:
         orders = [difference for difference in differences if difference.kind == "order"]
         for difference in differences:
             if difference.kind == "value":
-                where = (
-                    f"pipeline rank {self._pp_rank(stages[0])}, tp rank {difference.tp_rank}, "
-                    f"{stages[0]}{token[difference.phase]}"
+                pp_rank = self._pp_rank(stages[0])
+                words = (
+                    f"pipeline rank {pp_rank}, tp rank {difference.tp_rank}, {stages[0]}{token[difference.phase]}, "
+                    f"{difference.layer} ({difference.phase})"
                 )
-                yield self._finding(
-                    "value", (f"{where}, {difference.layer} ({difference.phase})"), f"{difference.what}{more}"
-                )
+                where = Where(pp_rank, tensor=difference.layer, words=words)
+                yield self._finding("value", where, f"{difference.what}{more}")
         if orders:
             names = ", ".join(
                 dict.fromkeys(
                     (f"{difference.layer.removeprefix(block.prefix)} ({difference.phase})") for difference in orders
                 )
             )
-            yield self._finding(
-                "order", f"{block.name}{more}", (f"sums are made in another order than on one device: {names}")
-            )
+            where = Where(tensor=block.name, words=f"{block.name}{more}")
+            yield self._finding("order", where, f"sums are made in another order than on one device: {names}")
 
     def _pp_rank(self, stage: int) -> int:
         return self.schedule.placement.ranks[stage][0]
 
     def _schedule(self, judgement: Judgement) -> Iterator[Finding]:
         view = View(self.schedule)
-        kind = "order" if judgement.same_sums else "value"
+        kind: Literal["value", "order"] = "order" if judgement.same_sums else "value"
         for place in judgement.places[:_MAX_PLACES]:
-            where = f"rank {place.pp_rank}" if place.index is None else view.place(place.index)
-            yield self._finding(kind, where, place.what)
-        if len(judgement.places) > _MAX_PLACES:
-            yield self._finding(kind, "other places", f"the same in {len(judgement.places) - _MAX_PLACES} more places")
+            yield self._finding(
+                kind, view.where(place.pp_rank, place.index, place.microbatch), place.what, key=SCHEDULE_KEY
+            )
+        if (more := len(judgement.places) - _MAX_PLACES) > 0:
+            where = Where(words="other places")
+            yield self._finding(kind, where, f"the same in {more} more places", key=SCHEDULE_KEY)
         if judgement.unordered_stages and not self.exact:
             stages = ", ".join(map(str, judgement.unordered_stages[:8])) + (
                 ", ..." if len(judgement.unordered_stages) > 8 else ""
             )
-            yield self._finding(
-                "order", f"the gradients of stages {stages}", ("microbatches are not added in ascending order")
-            )
+            where = Where(words=f"the gradients of stages {stages}")
+            what = "microbatches are not added in ascending order"
+            yield self._finding("order", where, what, key=SCHEDULE_KEY)
 
     def _step(self, judgement: Judgement) -> Iterator[Finding]:
         stages: list[StageGradients] = []
@@ -262,15 +271,16 @@ class _Prover:
         found += [difference for difference in by_unshard if difference is not None]
         found += Step(self.plan, placement, self.program, stages).differences()
         self.num_values += 2 * self.plan.layout.world_size
-        yield from (self._finding("value", each.where, each.what) for each in found if each.kind == "value")
-        orders: dict[str, list[str]] = {}
+        yield from (
+            self._finding("value", each.where, each.what, axis=each.axis) for each in found if each.kind == "value"
+        )
+        orders: dict[str, list[Where]] = {}
         for each in found:
             if each.kind == "order":
                 orders.setdefault(each.what, []).append(each.where)
         for what, places in orders.items():
-            yield self._finding(
-                "order", places[0] if len(places) == 1 else (f"{places[0]} and {len(places) - 1} more"), what
-            )
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            yield self._finding("order", replace(places[0], words=f"{places[0]}{more}"), what)
 
     def _samples(self) -> Iterator[StepDifference]:
         """The copies of a stage must see every sample of the global batch once: what follows counts copies."""
@@ -284,7 +294,7 @@ class _Prover:
             ends = [0, *(hi for _, hi in spans)]
             if [lo for lo, _ in spans] != ends[:-1] or ends[-1] != size:
                 what = f"its copies see the samples {spans[:8]}, which are not every one of {size} samples once"
-                yield StepDifference("value", f"stage {stage}", what)
+                yield StepDifference("value", Where(words=f"stage {stage}"), what, axis="dp")
 
 
 def _one_device(plan: Plan) -> Plan:

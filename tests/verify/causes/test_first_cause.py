@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from shardproof.core.plan.plan import Plan
-from shardproof.verify.causes.describe import describe, divergence, where_words
+from shardproof.verify.causes.describe import describe, divergence, where_of
 from shardproof.verify.causes.first_cause import run_against
 from shardproof.verify.ledger.compare import compare
 from shardproof.verify.ledger.ledger import NO_STEP, WEIGHT, Key, RunLedger
@@ -80,6 +80,6 @@ def test_other_initial_weights_are_found_before_the_first_step(reference_of: Cal
     other = replace(plan, train=replace(plan.train, seed=plan.train.seed + 1))
     first = compare(reference_of(plan), run_ledger(ProofJob(other, 1), "memory"), plan.named_shapes)[0]
     assert (first.key, first.global_ranks) == (Key(NO_STEP, WEIGHT, "embedding.tokens.weight"), (0, 1, 2))
-    assert where_words(plan, first.key, first.global_ranks).startswith(
-        "the start of training, ranks 0, 1, 2, 0STEP, weight"
-    )
+    where = where_of(plan, first.key, first.global_ranks)
+    assert str(where) == f"the start of training, ranks 0, 1, 2, 0STEP, weight {first.key.tensor}"
+    assert (where.rank, where.action, where.tensor, where.microbatch) == (0, "0STEP", first.key.tensor, None)

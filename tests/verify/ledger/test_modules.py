@@ -72,6 +72,8 @@ def test_the_first_divergence_is_reported_by_module_and_rank() -> None:
     pieces = {key: tuple(Piece(rank, (2, 4), ((0, 2), (0, 4)), ()) for rank in (5, 6, 7))}
     (finding,) = describe(JOINING, RunLedger(pieces), [difference])
     assert finding.where == "step 2, rank 6, 3F3, last.layers.0.output of sample 3"
+    assert (finding.rank, finding.action, finding.microbatch) == (6, "3F3", 3)
+    assert (finding.tensor, finding.axis, finding.key) == ("last.layers.0.output", "tp", "layout.tp")
     assert finding.hint == (
         "Replicas on ranks 5, 7 are right: look at the tensor-parallel reduction of last.layers.0.output on rank 6."
     )

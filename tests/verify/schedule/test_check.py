@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.core.base.errors import ScheduleError
+from shardproof.core.base.findings import DEGREES
+from shardproof.core.plan.keys import KEYS
 from shardproof.core.schedule import CATALOG, build, lower
 from shardproof.core.schedule.action import PER_MICROBATCH, Action, Kind
 from shardproof.core.schedule.placement import Placement
 from shardproof.core.schedule.schedule import Schedule
 from shardproof.verify.schedule.check import check, examine
 from shardproof.verify.schedule.facts import ActivationMemory, Buffers, Facts
-from shardproof.verify.schedule.rules import RULES, View
+from shardproof.verify.schedule.rules import COLLECTIVE_RULES, RULES, View
 from shardproof.verify.schedule.rules.memory import peak_in_flight
 
 VEE = "0F0,0F1,5F0,5I0,5F1,5B1,5W0,0B0,0B1\n1F0,1F1,4F0,4F1,4I0,4B1,4W0,1B0,1B1\n2F0,3F0,2F1,3F1,3B0,2B0,3I1,3W1,2B1\n"
@@ -162,6 +164,20 @@ def test_the_example_of_a_rule_breaks_that_rule_once_and_no_other(rule) -> None:
     findings = check(Schedule.from_csv(rule.example), facts=rule.example_facts, warnings=rule.severity == "warning")
     assert [finding.rule for finding in findings] == [rule.name]
     assert findings[0].hint == rule.hint and findings[0].severity == rule.severity
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_finding_of_a_rule_has_its_place_and_the_key_it_is_about_as_data(rule) -> None:
+    """That the place is the one in words, a fixture checks for all tests of this folder."""
+    (found,) = check(Schedule.from_csv(rule.example), facts=rule.example_facts, warnings=rule.severity == "warning")
+    absent = {"missing-forward": 1, "missing-backward": 1, "missing-reduction": None, "missing-step": None}
+    assert found.rank is not None and (found.action is None) == (rule.name in absent)
+    if rule.name in absent:
+        assert found.microbatch == absent[rule.name]
+    if rule in COLLECTIVE_RULES:
+        assert found.axis is not None and found.key == (f"layout.{found.axis}" if found.axis in DEGREES else None)
+    else:
+        assert found.key == rule.key and found.key in {key.dotted for key in KEYS}
 
 
 @settings(max_examples=200)

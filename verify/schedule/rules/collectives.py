@@ -47,7 +47,8 @@ def collective_cycle(view: View) -> Iterator[Violation]:
     stuck = _run(_waits(calls))
     if stuck:
         steps = [f"rank {rank} in {call}" for rank, call in stuck]
-        yield _violation(view, *stuck[0], f"{' waits for '.join([*steps, steps[0]])}.")
+        rank, call = stuck[0]
+        yield _violation(view, rank, call, call.axis, f"{' waits for '.join([*steps, steps[0]])}.")
 
 
 def gradient_axes(view: View) -> Iterator[Violation]:
@@ -70,9 +71,8 @@ def gradient_axes(view: View) -> Iterator[Violation]:
                 if counts[stage, axis] != (axis in expected):
                     named = next((call for call in reducing if (call.action.stage, call.axis) == (stage, axis)), None)
                     times = f"{counts[stage, axis]} times instead of {'once' if axis in expected else 'never'}"
-                    yield _violation(
-                        view, rank, named, (f"rank {rank} reduces the gradients of stage {stage} over {axis} {times}.")
-                    )
+                    what = f"rank {rank} reduces the gradients of stage {stage} over {axis} {times}."
+                    yield _violation(view, rank, named, axis, what)
 
 
 def _reductions(calls: Iterable[Call]) -> Counter[tuple[int, str]]:
@@ -141,16 +141,14 @@ def _difference(
         f"call {number} of rank {rank} on {axis} (ranks {members}) is {mine or 'missing'}, where the other "
         f"members call {other}."
     )
-    return _violation(view, rank, mine or (own[-1] if own else None), what)
+    return _violation(view, rank, mine or (own[-1] if own else None), axis, what)
 
 
-def _violation(view: View, global_rank: int, call: Call | None, what: str) -> Violation:
+def _violation(view: View, global_rank: int, call: Call | None, axis: str, what: str) -> Violation:
     """A violation at the action of a call, where the schedule has it."""
     pp_rank = _calls(view).layout.coordinates(global_rank)["pp"]
-    if call is None:
-        return Violation(None, pp_rank, what)
-    found = view.find(pp_rank, call.action)
-    return Violation(found, pp_rank, what)
+    found = None if call is None else view.find(pp_rank, call.action)
+    return Violation(found, pp_rank, what, axis=axis if axis[0].isalpha() else None)  # else it lists ranks
 
 
 def _run(waits: dict[int, list[tuple[Call, tuple[int, ...]]]]) -> list[tuple[int, Call]]:
@@ -202,6 +200,7 @@ COLLECTIVE_RULES = (
             frozenset(),
             tp=3,
         ),
+        key=None,
     ),
     Rule(
         "collective-cycle",
@@ -215,6 +214,7 @@ COLLECTIVE_RULES = (
             frozenset(),
             2,
         ),
+        key=None,
     ),
     Rule(
         "gradient-axes",
@@ -225,5 +225,6 @@ COLLECTIVE_RULES = (
         gradient_axes,
         "collectives",
         _facts("0REDUCE_GRAD:all_reduce:dp:,0REDUCE_GRAD:all_reduce:dp:\n" * 2, frozenset({"dp"}), dp=2),
+        key=None,
     ),
 )

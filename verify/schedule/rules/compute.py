@@ -113,7 +113,10 @@ def _repeated(view: View, kinds: frozenset[Kind]) -> Iterator[Violation]:
 def _absent(view: View, missing: np.ndarray, verb: str) -> Iterator[Violation]:
     for stage, microbatch in np.argwhere(missing).tolist():
         yield Violation(
-            None, int(view.owner_table[stage, microbatch]), (f"stage {stage} {verb} microbatch {microbatch}.")
+            None,
+            int(view.owner_table[stage, microbatch]),
+            f"stage {stage} {verb} microbatch {microbatch}.",
+            microbatch=microbatch,
         )
 
 

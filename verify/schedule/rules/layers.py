@@ -91,6 +91,7 @@ LAYER_RULES = (
         missing_layer,
         "layers",
         _holding(("embedding", "layers.0"), ("head",)),
+        key="layout.stages",
     ),
     Rule(
         "repeated-layer",
@@ -100,6 +101,7 @@ LAYER_RULES = (
         repeated_layer,
         "layers",
         _holding(("embedding", "layers.0", "layers.1"), ("layers.1", "head")),
+        key="layout.stages",
     ),
     Rule(
         "unknown-layer",
@@ -109,6 +111,7 @@ LAYER_RULES = (
         unknown_layer,
         "layers",
         _holding(("embedding", "layers.0"), ("layers.1", "layers.2", "head")),
+        key="layout.stages",
     ),
     Rule(
         "layer-order",
@@ -118,5 +121,6 @@ LAYER_RULES = (
         layer_order,
         "layers",
         _holding(("embedding", "layers.1"), ("layers.0", "head")),
+        key="layout.stages",
     ),
 )

@@ -79,6 +79,7 @@ MEMORY_RULES = (
         memory_over_capacity,
         "memory",
         Facts(memory=ActivationMemory(stage_bytes=(8,), capacity_bytes=(15,))),
+        key="cluster.device_memory_bytes",
     ),
     Rule(
         "activation-growth",

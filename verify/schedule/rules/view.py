@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ....core.base.findings import Where
 from ....core.schedule.action import Action, Kind
 from ....core.schedule.schedule import Schedule
 from ..facts import Facts
@@ -134,3 +135,10 @@ class View:
         """Rank, step and token of an action, as findings name it."""
         rank = int(self.rank[index])
         return f"rank {rank}, step {int(index) - int(self.schedule.offsets[rank])}, {self.token(index)}"
+
+    def where(self, pp_rank: int, index: int | None, microbatch: int | None = None) -> Where:
+        """The place of an action, else the rank that lacks one of a microbatch."""
+        if index is None:
+            return Where(pp_rank, microbatch=microbatch)
+        action = self.schedule.actions[index]
+        return Where(int(self.rank[index]), str(action), microbatch=action.microbatch, words=self.place(index))
