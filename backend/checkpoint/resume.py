@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ...core.base.errors import PlanError
+from ...core.layout.recorded_numerics import RecordedNumerics
 from ...core.model.huggingface_config import TRAINING_FIELDS
-from ...core.plan.plan import AnyPlan
+from ...core.plan.plan import AnyPlan, recorded_numerics
 from .whole import quick_damages, read_state
 
 
@@ -111,7 +112,25 @@ def changes_since(plan: AnyPlan, saved: Saved) -> tuple[str, ...]:
                 for difference in refused
             ]
         )
-    return tuple(_differences(plan, theirs, lambda section, name: not _must_be_equal(section, name)))
+    otherwise = _differences(plan, theirs, lambda section, name: not _must_be_equal(section, name))
+    return (*otherwise, *_other_numerics(plan, saved))
+
+
+def numerics_of(saved: Saved) -> RecordedNumerics:
+    """The numerics that a checkpoint has recorded. Raises `PlanError` where that is none that is known."""
+    state = saved.state
+    try:
+        if "numerics" in state:
+            return RecordedNumerics.from_json(state["numerics"])
+        return RecordedNumerics.of_version_1(state.get("problem", {}).get("numerics", {}))
+    except ValueError as error:
+        raise PlanError(f"{saved.path}: {error}.") from error
+
+
+def _other_numerics(plan: AnyPlan, saved: Saved) -> Iterator[str]:
+    """`numerics.reduction_token_block=2, saved with 4` for what both record and what differs."""
+    for name, ours, other in recorded_numerics(plan).differences(numerics_of(saved)):
+        yield f"numerics.{name}={json.dumps(ours)}, saved with {json.dumps(other)}"
 
 
 class NoneWholeError(PlanError):
@@ -128,20 +147,19 @@ def damage_text(path: Path, problems: Sequence[str]) -> str:
 
 
 def problem_of(plan: AnyPlan) -> dict[str, dict[str, Any]]:
-    """Everything that the bits of a run are a function of, by section of a plan, as JSON has it. Layout,
-    schedule and microbatches are not among it, and neither is the number of steps. What is each module's own
-    begins with its name."""
-    parts, leaves = plan.parts, {}
-    if plan.numerics.mode == "exact":
-        leaves = {part.name_in_run(name): value for part in parts for name, value in asdict(part.leaf_sizes).items()}
+    """Everything besides its recorded numerics that the bits of a run are a function of, by section of a plan, as JSON
+    has it. Layout, schedule and microbatches are not among it, and neither is the number of steps. What is each
+    module's own begins with its name."""
     models = {
-        part.name_in_run(name): value for part in parts for name, value in asdict(part.model).items() if name != "name"
+        part.name_in_run(name): value
+        for part in plan.parts
+        for name, value in asdict(part.model).items()
+        if name != "name"
     }
     sections: dict[str, dict[str, Any]] = {
         "model": models,
         "batch": {"global": plan.batch.global_size, "sequence": plan.batch.sequence},
         "precision": asdict(plan.precision),
-        "numerics": {"mode": plan.numerics.mode, **leaves},
         "optimizer": asdict(plan.optimizer),
         "train": {
             name: value

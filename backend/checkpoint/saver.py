@@ -20,13 +20,14 @@ import torch
 
 from ...core.base.errors import PlanError
 from ...core.base.files import write_text
-from ...core.plan.plan import AnyPlan
+from ...core.plan.plan import AnyPlan, recorded_numerics
+from ..base.environment import environment
 from ..data.corpus import Corpus
 from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
 from ..watch.watch import RankWatch
 from .index import INDEX_FILE, DamagedError
-from .resume import NoneWholeError, Saved, changes_since, damage_text, path_of, problem_of, saved_in
+from .resume import NoneWholeError, Saved, changes_since, damage_text, numerics_of, path_of, problem_of, saved_in
 from .state import pieces_of, take_up
 from .tensors import Piece, read_tensors, write_tensors
 from .whole import STATE_FILE, STATE_FORMAT, has_index, quick_damages, steps_of
@@ -119,7 +120,7 @@ class Checkpoints:
             return "damaged", list(error.problems)
         except PlanError as error:
             return "refused", list(error.problems)
-        return "notices", unknown
+        return "notices", unknown + self._other_machine(saved)
 
     def _other_text(self, path: Path, theirs: Mapping[str, Any]) -> str:
         (their_bytes, their_hash), (our_bytes, our_hash) = (
@@ -130,6 +131,16 @@ class Checkpoints:
             f"train.data={self._plan.train.data!r} has {our_bytes} bytes with {our_hash}..., so other samples would "
             "follow. Use that text, or another checkpoint.folder."
         )
+
+    def _other_machine(self, saved: Saved) -> list[str]:
+        """Where the checkpoint comes from another kind of machine than this one: bits are promised on one alone."""
+        here = environment(self._device)
+        other = [
+            f"{name} is {here.get(name, 'unknown')} and was {value}"
+            for name, value in numerics_of(saved).machine.items()
+            if here.get(name) != value
+        ]
+        return [f"{saved.path} was saved on another machine ({'; '.join(other)}): bits may differ."] if other else []
 
     def is_due(self, steps: int, *, last: bool) -> bool:
         """Whether there is to be a checkpoint after so many steps."""
@@ -178,6 +189,7 @@ class Checkpoints:
             "samples": samples,
             "text": self._text,
             "problem": problem_of(self._plan),
+            "numerics": recorded_numerics(self._plan, environment(self._device)).to_json(),
         }
 
     def _clear(self) -> None:

@@ -14,7 +14,7 @@ first of the next over a bridge (`core.program.bridge`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from ..base.reduction import cut
 from ..layout.layout import Layout
 from ..layout.leaves import LeafSizes, degree_to_admit, leaf_sizes
 from ..layout.microbatches import microbatch_counts, own_microbatches
+from ..layout.recorded_numerics import Leaf, RecordedNumerics
 from ..layout.stage_parameters import stage_parameters
 from ..layout.stages import StageLayers, assign_layers
 from ..machine.cluster import ClusterSpec
@@ -459,6 +460,16 @@ def build_plan(values: Values, source: str) -> Plan:
 
 AnyPlan = Plan | ModularPlan
 """A run of one model or of several."""
+
+
+def recorded_numerics(plan: AnyPlan, machine: Mapping[str, str] | None = None) -> RecordedNumerics:
+    """What checkpoints and ledgers of a run say of its numerics; `machine` is that of the rank that writes. It is the
+    same in every layout of a problem."""
+    leaves: dict[str, Leaf] = {}
+    if plan.numerics.mode == "exact":
+        for part in plan.parts:
+            leaves |= {part.name_in_run(name): leaf for name, leaf in asdict(part.leaf_sizes).items()}
+    return RecordedNumerics(plan.numerics.mode, leaves, machine or {})
 
 
 def only_model(plan: AnyPlan, option: str) -> Plan:

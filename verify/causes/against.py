@@ -16,7 +16,7 @@ from typing import Any
 
 from ...core.base.digest import Digest, Region, full_region
 from ...core.base.findings import Finding
-from ...core.plan.plan import AnyPlan, Plan
+from ...core.plan.plan import Plan
 from ..ledger.compare import Difference, compare, own_key, whole_summary
 from ..ledger.duplicates import PHASES, firsts
 from ..ledger.file import RecordedLedger, SavedLedger
@@ -29,12 +29,12 @@ from .describe import differing_words, divergence, later, problem_words, where_o
 from .summaries import explained_by_summaries, with_flip
 
 HOW_KEYS = frozenset(
-    {"batch.micro_size", "numerics.mode", "precision.gradient_dtype", "train.timeout_s", "train.steps"}
+    {"batch.micro_size", "precision.gradient_dtype", "train.timeout_s", "train.steps"}
 )
 """Fields that do not change what exact numerics compute."""
 
-OF_THE_PROBLEM = ("batch", "precision", "numerics", "optimizer", "train")
-"""Sections of a plan that say what is computed; all others say how."""
+OF_THE_PROBLEM = ("batch", "precision", "optimizer", "train")
+"""Sections of a plan that say what is computed, with the recorded numerics; all others say how."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Judge:
     def __init__(self, run: SavedLedger, reference: SavedLedger, differing: frozenset[Key]):
         self.run, self.reference, self._differing = run, reference, differing
         self._gradients: dict[int, frozenset[str]] = {}
-        self.premises = [*_other_problem(run.plan, reference.plan), *other_machines(run, reference)]
+        self.premises = [*_other_problem(run, reference), *other_machines(run, reference)]
         self.bitwise = not self.premises and run.plan.numerics.mode == reference.plan.numerics.mode == "exact"
         self._bounds = StepBounds(run.plan) if isinstance(run.plan, Plan) else None
         first = {key: pieces for key, pieces in reference.run.pieces.items() if key.step == 0}
@@ -197,19 +197,24 @@ def _digests(pieces: Sequence[Piece], region: Region) -> set[Digest]:
     return {each.digest for each in pieces if each.region == region}
 
 
-def _other_problem(plan: AnyPlan, reference: AnyPlan) -> Iterator[Finding]:
+def _other_problem(run: SavedLedger, reference: SavedLedger) -> Iterator[Finding]:
     """What the two runs were to compute otherwise, as one finding."""
     differing = []
-    models = [[(part.name, part.model) for part in each.parts] for each in (plan, reference)]
+    models = [[(part.name, part.model) for part in each.plan.parts] for each in (run, reference)]
     if models[0] != models[1]:
         differing.append("the models are others")
     for section in OF_THE_PROBLEM:
-        one, other = getattr(plan, section), getattr(reference, section)
+        one, other = getattr(run.plan, section), getattr(reference.plan, section)
         differing += [
             f"{section}.{entry.name} is {getattr(one, entry.name)!r} and was {getattr(other, entry.name)!r}"
             for entry in fields(one)
             if f"{section}.{entry.name}" not in HOW_KEYS and getattr(one, entry.name) != getattr(other, entry.name)
         ]
+    differing += [
+        f"numerics.{name} is {ours} and was {theirs}"
+        for name, ours, theirs in run.numerics.differences(reference.numerics)
+        if name != "mode"
+    ]
     if differing:
         hint = "Compare runs of one problem: only layout, schedule, recomputation and machines may differ."
         yield Finding("other-problem", "error", "the plans", f"{'; '.join(differing)}.", hint)

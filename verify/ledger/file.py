@@ -21,9 +21,13 @@ from ...core.base.digest import to_hex
 from ...core.base.errors import PlanError
 from ...core.base.files import read_lines
 from ...core.base.parsing import parse_json
-from ...core.plan.plan import AnyPlan, Plan
+from ...core.layout.recorded_numerics import RecordedNumerics
+from ...core.plan.plan import AnyPlan, Plan, recorded_numerics
 from .form import FORMAT, entry_of, header_problem
 from .ledger import NO_STEP, SCALAR, WEIGHT, Key, LedgerWriter, Piece, RankLedger, RunLedger
+
+OF_THE_RUN = ("world_size", "plan", "numerics", "exact")
+"""What the files of all ranks have in common."""
 
 _LINES_AT_ONCE = 64
 """Lines written at once: half a megabyte of values empties the caches, and then a line alone costs the
@@ -74,12 +78,13 @@ class FileLedger(LedgerWriter, AbstractContextManager["FileLedger"]):
 
 @dataclass(frozen=True)
 class SavedLedger:
-    """A ledger read back: all entries of all ranks, the plan that was run, and where it ran
-    (`environment`, by rank)."""
+    """A ledger read back: all entries of all ranks, the plan that was run, the numerics that it recorded (before
+    version 2 those of its plan), and where it ran (`environment`, by rank)."""
 
     path: Path
     run: RunLedger
     plan: AnyPlan
+    numerics: RecordedNumerics
     environments: tuple[Mapping[str, Any], ...]
 
     @property
@@ -123,7 +128,7 @@ def read_ledger(path: str | Path) -> SavedLedger | RecordedLedger:
     headers, ledgers = zip(*map(_read_file, files), strict=True)
     first = headers[0]
     for file, header in zip(files, headers, strict=True):
-        if (header["world_size"], "plan" in header) != (first["world_size"], "plan" in first):
+        if any(header.get(name) != first.get(name) for name in OF_THE_RUN):
             raise _broken(file, f"it is of another run than {files[0].name}")
     missing = next(
         (rank for rank in range(first["world_size"]) if rank >= len(files) or _rank_of(files[rank]) != rank), None
@@ -137,7 +142,9 @@ def read_ledger(path: str | Path) -> SavedLedger | RecordedLedger:
     plan = Plan.from_toml(first["plan"], f"{files[0]} (its plan)")
     if plan.world_size != first["world_size"]:
         raise _broken(files[0], f"its plan has {plan.world_size} ranks, and {first['world_size']} ran")
-    return SavedLedger(folder, run, plan, environments)
+    recorded = first.get("numerics")
+    numerics = recorded_numerics(plan) if recorded is None else RecordedNumerics.from_json(recorded)
+    return SavedLedger(folder, run, plan, numerics, environments)
 
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,6})\.jsonl")

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from ...core.base.digest import Region
 from ...core.base.names import is_plain
+from ...core.layout.recorded_numerics import RecordedNumerics
 from .ledger import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -71,6 +72,11 @@ def header_problem(header: Any) -> str:
         isinstance(each, str) and is_plain(each) for each in environment.values()
     ):
         return f"environment is {_short(environment)}, not a table of texts"
+    if "numerics" in header:
+        try:
+            RecordedNumerics.from_json(header["numerics"])
+        except ValueError as error:
+            return str(error)
     if "plan" in header:
         return "" if isinstance(header["plan"], str) else f"plan is {_short(header['plan'])}, not the text of a plan"
     if not isinstance(header.get("exact"), bool):

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.plan.plan import AnyPlan
+from ...core.plan.plan import AnyPlan, recorded_numerics
 from ..ledger.file import FileLedger, prepare_folder
 
 
@@ -32,6 +32,7 @@ class LedgerObservers:
         header = {
             "world_size": plan.world_size,
             "environment": environment(device),
+            "numerics": recorded_numerics(plan).to_json(),
             "plan": plan.to_toml(),
         }
         part = plan.part_of(global_rank)

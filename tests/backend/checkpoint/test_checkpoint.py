@@ -36,7 +36,7 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import expert_biases, parameters
-from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.plan import Plan, recorded_numerics
 from shardproof.core.plan.sections import (
     Batch,
     Checkpoint,
@@ -342,11 +342,16 @@ def test_whenever_a_save_is_killed_the_newest_checkpoint_is_whole(tmp_path):
     assert newest == sorted(newest) and set(newest) == {1, 2}
 
 
-def saved_by(plan: Plan, steps: int = SAVED) -> Path:
-    """What a run of a plan leaves, as far as decisions before training go by it."""
+def saved_by(plan: Plan, steps: int = SAVED, *, version: int = 2) -> Path:
+    """What a run of a plan leaves, as far as decisions before training go by it; `version` is that of its numerics."""
     path = path_of(Path(plan.checkpoint.folder), steps)
     path.mkdir(parents=True)
     state = {"steps": steps, "samples": steps * plan.batch.global_size, "problem": problem_of(plan)}
+    record = recorded_numerics(plan)
+    if version == 1:
+        state["problem"]["numerics"] = record.pinned
+    else:
+        state["numerics"] = {**record.to_json(), "version": version}
     (path / "state.json").write_text(json.dumps(state))
     return path
 
@@ -383,6 +388,38 @@ def test_what_changes_bits_and_nothing_else_is_said_and_layouts_are_not(tmp_path
     )
     fast = Trainer(replace(moved, numerics=Numerics("fast")), resume=True).resumption
     assert fast.changes == ('numerics.mode="fast", saved with "exact"',)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_other_leaves_are_named_whichever_version_recorded_them(tmp_path, version):
+    plan = tiny(tmp_path / "run")
+    saved_by(plan, version=version)
+    block = plan.leaf_sizes.gradient_token_block
+    other = replace(plan, numerics=replace(plan.numerics, gradient_token_block=block // 2))
+    changes = Trainer(other, resume=True).resumption.changes
+    assert f"numerics.gradient_token_block={block // 2}, saved with {block}" in changes
+    assert Trainer(plan, resume=True).resumption.changes == ()
+
+
+def test_a_checkpoint_of_another_machine_says_so(tmp_path, capfd):
+    plan = tiny(tmp_path / "run", steps=2)
+    train(replace(plan, train=replace(plan.train, steps=1)))
+    (path,) = (saved.path for saved in saved_in(tmp_path / "run"))
+    state = json.loads((path / "state.json").read_text())
+    assert state["numerics"]["machine"]["device"] == "cpu"
+    state["numerics"]["machine"] = {"torch": "1.0", "device": "cpu"}
+    (path / "state.json").write_text(json.dumps(state))
+    without_format(path)
+    (path / INDEX_FILE).unlink()
+    train(plan, resume=path)
+    assert "was saved on another machine (torch is 2." in capfd.readouterr().err
+
+
+def test_numerics_of_a_later_version_are_refused_by_name(tmp_path):
+    plan = tiny(tmp_path / "run")
+    saved_by(plan, version=3)
+    with pytest.raises(PlanError, match="its numerics are recorded as version 3, and this shardproof reads 1 and 2"):
+        Trainer(plan, resume=True)
 
 
 def test_folders_that_a_run_cannot_use_are_reported_before_it_starts(tmp_path):
