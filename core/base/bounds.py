@@ -9,11 +9,12 @@ nouns that a config.json or Python fills.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, ClassVar
 
-from .errors import PlanError
+from .errors import PlanError, Problem
 from .names import is_plain
 
 SHOWN_LENGTH = 120
@@ -154,9 +155,13 @@ def _beyond(section: str, field: str, value: Any) -> str:
     return ""
 
 
+FieldProblem = tuple[str, str]
+"""The field of a noun that is wrong, and the sentence that says how."""
+
+
 class Bounded:
     """A noun of a plan whose numbers lie within their bounds: one that has others raises `problem_type`, with a
-    sentence for each that begins with `name=`. `section` is that of its keys."""
+    problem for each. `section` is that of its keys."""
 
     section: ClassVar[str]
     problem_type: ClassVar[type[PlanError]] = PlanError
@@ -168,8 +173,12 @@ class Bounded:
     def __post_init__(self) -> None:
         values = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
         complaints = [(name, value, beyond(self.section, name, value)) for name, value in values]
-        if problems := [f"{name}={shown(value)} {complaint}." for name, value, complaint in complaints if complaint]:
-            raise self.problem_type(problems)
+        self._refuse((name, f"{name}={shown(value)} {words}.") for name, value, words in complaints if words)
+
+    def _refuse(self, problems: Iterable[FieldProblem]) -> None:
+        """Raises `problem_type` where there are problems, with the keys of their fields."""
+        if found := [Problem(sentence, f"{self.section}.{name}") for name, sentence in problems]:
+            raise self.problem_type(found)
 
 
 def text_complaint(text: str, *, longest: int) -> str:

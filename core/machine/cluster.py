@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..base.bounds import Bounded
+from ..base.bounds import Bounded, FieldProblem
 from ..base.errors import ClusterError
 from ..base.units import SIZE_RULE, size_of
 
@@ -121,77 +121,71 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = ("num_devices", "devices_per_node", "num_compute_units")
-        problems = [f"{name}={value} must be at least 1." for name in counts if (value := getattr(self, name)) < 1]
-        problems += [f"{name}={value} must be above 0." for name in _POSITIVE if not (value := getattr(self, name)) > 0]
-        problems += [
-            f"{name}={value} is a share: above 0, at most 1."
-            for name in _SHARES
-            if not 0 < (value := getattr(self, name)) <= 1
-        ]
-        problems += [
-            f"{name}={value} must not be negative." for name in _NOT_NEGATIVE if (value := getattr(self, name)) < 0
-        ]
-        problems += self._network_problems()
+        self._refuse(self._problems())
+
+    def _problems(self) -> Iterator[FieldProblem]:
+        for name in ("num_devices", "devices_per_node", "num_compute_units"):
+            if (value := getattr(self, name)) < 1:
+                yield name, f"{name}={value} must be at least 1."
+        for name in _POSITIVE:
+            if not (value := getattr(self, name)) > 0:
+                yield name, f"{name}={value} must be above 0."
+        for name in _SHARES:
+            if not 0 < (value := getattr(self, name)) <= 1:
+                yield name, f"{name}={value} is a share: above 0, at most 1."
+        for name in _NOT_NEGATIVE:
+            if (value := getattr(self, name)) < 0:
+                yield name, f"{name}={value} must not be negative."
+        yield from self._network_problems()
         if size_of(self.headroom, 1.0) is None:
-            problems.append(f"headroom={self.headroom!r}: {SIZE_RULE}")
+            yield "headroom", f"headroom={self.headroom!r}: {SIZE_RULE}"
         elif self.device_memory_bytes > 0 and self.headroom_bytes >= self.device_memory_bytes:
-            problems.append(
-                f"headroom={self.headroom} leaves nothing of device_memory_bytes={self.device_memory_bytes:.0f}."
-            )
+            all_bytes = f"device_memory_bytes={self.device_memory_bytes:.0f}"
+            yield "headroom", f"headroom={self.headroom} leaves nothing of {all_bytes}."
         for dtype, rate in self.peak_flops_per_s.items():
             if dtype not in DTYPES or not rate > 0:
-                problems.append(f"peak_flops_per_s={{{dtype} = {rate}}}: rates are above 0, for {', '.join(DTYPES)}.")
+                setting = f"peak_flops_per_s={{{dtype} = {rate}}}"
+                yield "peak_flops_per_s", f"{setting}: rates are above 0, for {', '.join(DTYPES)}."
         for name in ("matmul_efficiency_by_dtype", "sustained_share_by_dtype"):
             for dtype, share in getattr(self, name).items():
                 if dtype not in DTYPES or not 0 < share <= 1:
-                    problems.append(
-                        f"{name}={{{dtype} = {share}}}: shares are above 0 and at most 1, for {', '.join(DTYPES)}."
-                    )
+                    setting = f"{name}={{{dtype} = {share}}}"
+                    yield name, f"{setting}: shares are above 0 and at most 1, for {', '.join(DTYPES)}."
         for name in ("product_curve", "memory_curve"):
             for size, rate in getattr(self, name).items():
                 if not _is_size(size) or not rate > 0:
-                    problems.append(
-                        f"{name}={{{size!r} = {rate}}}: sizes are positive numbers as texts, rates are above 0."
-                    )
-        if problems:
-            raise ClusterError(problems)
+                    setting = f"{name}={{{size!r} = {rate}}}"
+                    yield name, f"{setting}: sizes are positive numbers as texts, rates are above 0."
 
-    def _network_problems(self) -> list[str]:
-        counts = ("nics_per_node", "nodes_per_leaf")
-        problems = [f"{name}={value} must not be negative." for name in counts if (value := getattr(self, name)) < 0]
+    def _network_problems(self) -> Iterator[FieldProblem]:
+        for name in ("nics_per_node", "nodes_per_leaf"):
+            if (value := getattr(self, name)) < 0:
+                yield name, f"{name}={value} must not be negative."
         if not 0 <= self.ll128_ramp_share <= 1:
-            problems.append(f"ll128_ramp_share={self.ll128_ramp_share} is a share: 0 to 1.")
+            yield "ll128_ramp_share", f"ll128_ramp_share={self.ll128_ramp_share} is a share: 0 to 1."
         if not 0 <= self.nvls_efficiency <= 1:
-            problems.append(
-                f"nvls_efficiency={self.nvls_efficiency} is a share of the link's rate: at most 1, and 0 "
-                "where no switch adds."
-            )
+            setting = f"nvls_efficiency={self.nvls_efficiency}"
+            yield "nvls_efficiency", f"{setting} is a share of the link's rate: at most 1, and 0 where no switch adds."
         if self.oversubscription < 1:
             setting = f"oversubscription={self.oversubscription}"
-            problems.append(f"{setting} says how many times more enters a leaf switch than leaves it: at least 1.")
+            sentence = f"{setting} says how many times more enters a leaf switch than leaves it: at least 1."
+            yield "oversubscription", sentence
         if self.collective_library not in COLLECTIVE_LIBRARIES:
-            problems.append(
-                f"collective_library={self.collective_library!r} is not one of {', '.join(COLLECTIVE_LIBRARIES)}."
-            )
+            setting = f"collective_library={self.collective_library!r}"
+            yield "collective_library", f"{setting} is not one of {', '.join(COLLECTIVE_LIBRARIES)}."
         if self.num_cores < 0:
-            problems.append(
-                f"num_cores={self.num_cores} must not be negative; 0 says that every device computes on its own."
-            )
+            sentence = f"num_cores={self.num_cores} must not be negative; 0 says that every device computes on its own."
+            yield "num_cores", sentence
         for key, seconds in self.kernel_curve.items():
             if kernel_key(key) is None or not seconds > 0:
                 setting = f"kernel_curve={{{key!r} = {seconds}}}"
-                problems.append(
-                    f"{setting}: seconds are above 0, keys such as gelu-4096 or nt-64-64-64: a kernel and its sizes."
-                )
+                keys = "keys such as gelu-4096 or nt-64-64-64: a kernel and its sizes"
+                yield "kernel_curve", f"{setting}: seconds are above 0, {keys}."
         for key, seconds in self.collective_curve.items():
             if curve_key(key) is None or not seconds > 0:
                 setting = f"collective_curve={{{key!r} = {seconds}}}"
-                problems.append(
-                    f"{setting}: seconds are above 0, keys such as all_reduce-2-4096: {' '.join(MEASURED)}, ranks, "
-                    "bytes."
-                )
-        return problems
+                keys = f"keys such as all_reduce-2-4096: {' '.join(MEASURED)}, ranks, bytes"
+                yield "collective_curve", f"{setting}: seconds are above 0, {keys}."
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
