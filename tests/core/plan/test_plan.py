@@ -11,8 +11,7 @@ from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
 from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
-from shardproof.core.plan.keys import KEYS, NOUNS
-from shardproof.core.plan.keys.modules import MODULE_KEYS
+from shardproof.core.plan.keys import KEYS, MODULE_KEYS, NOUNS
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.rules import RULES
 from shardproof.core.plan.sections import (
@@ -125,7 +124,7 @@ def plans(draw) -> Plan:
     )
     vpp, zero = 2 if interleaved else 1, draw(st.integers(0, 3))
     split = etp is not None  # experts cut otherwise than attention need tokens that are cut, too
-    layout = Layout(tp, pp, dp, cp, ep, etp, vpp, sequence_parallel=split, zero=zero, order=order, stages=stages)
+    layout = Layout(tp, pp, dp, cp, ep, etp, vpp=vpp, sequence_parallel=split, zero=zero, order=order, stages=stages)
     cluster = cluster_preset(draw(st.sampled_from(sorted(CLUSTER_PRESETS))), layout.world_size)
     assume(cluster.num_devices <= cluster.devices_per_node or cluster.num_devices % cluster.devices_per_node == 0)
     if draw(st.booleans()):
