@@ -32,7 +32,7 @@ SET_IN_PLAN = "set in the plan"
 
 
 def plan_sections(values: Values, source: str) -> dict[str, Any]:
-    """Section -> noun of the plan that `values` describe.
+    """Section -> noun of the plan that `values` describe, all sections; the rules have been asked about them.
 
     Raises `PlanError` with all problems, each opened by where its value was given.
     """
