@@ -1,20 +1,19 @@
-"""How large the numbers of a plan may be: one table, each bound with its reason, and the sentence that
-refuses what lies beyond.
+"""How large the numbers of a plan may be: bounds with their reasons, and the sentence that refuses what lies beyond.
+
+Options name theirs (`core.base.option`); what names none has that of its unit, or of its type.
 
 The bounds lie far outside any run, and inside what the arithmetic holds: 64-bit integers, float64, and the time and
-memory that a plan's verbs may take. They are asked for where numbers come in (`plan_build.key_complaint`) and by the
-nouns that a config.json or Python fills.
+memory that a plan's verbs may take. They are asked for where numbers come in (`core.plan.build.key_complaint`) and by
+the nouns that a config.json or Python fills.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
-from .errors import PlanError, Problem
 from .names import is_plain
 
 SHOWN_LENGTH = 120
@@ -61,48 +60,6 @@ FACTOR = Bound(SINGLE.most, SINGLE.why)
 """Of what training multiplies by, however little it is."""
 WHOLE = Bound(10**15, "products of a few such numbers still become floats")
 
-BOUNDS: dict[str, Bound] = {
-    **dict.fromkeys(("model.num_layers", "model.first_dense_layers"), LAYERS),
-    **dict.fromkeys(("recompute.num_layers", "recompute.layers", "schedule.max_active_stages"), LAYERS),
-    **{
-        f"model.{name}": WIDTH
-        for name in (
-            *("hidden_size", "ffn_hidden_size", "head_dim", "expert_ffn_hidden_size"),
-            *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        )
-    },
-    **dict.fromkeys(("model.num_heads", "model.num_kv_heads"), HEADS),
-    **{
-        f"model.{name}": EXPERTS
-        for name in (
-            *("num_experts", "experts_per_token", "num_shared_experts", "num_router_groups", "router_groups_per_token"),
-            "expert_capacity_factor",
-        )
-    },
-    "variation.expert_capacity": EXPERTS,
-    "variation.expert_imbalance": EXPERTS,
-    **dict.fromkeys(("model.vocab_size", "model.padding_rows", "train.ignore_token"), TABLE),
-    **dict.fromkeys(
-        ("model.max_positions", "model.rope_original_positions", "model.sliding_window", "batch.sequence"), TOKENS
-    ),
-    **{f"layout.{name}": DEVICES for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")},
-    **{
-        f"cluster.{name}": DEVICES
-        for name in (
-            *("num_devices", "devices_per_node", "nics_per_node", "nodes_per_leaf", "num_cores", "num_compute_units"),
-            *("oversubscription", "attention_half_head_dim"),
-        )
-    },
-    "data_parallel.shard": DEVICES,
-    "model.num_mtp_layers": Bound(100, "models published have one (DeepSeek-V3)"),
-    **dict.fromkeys(("batch.global_size", "batch.micro_size"), SEQUENCES),
-    "train.timeout_s": Bound(1e8, "three years; what waits for threads counts in 64-bit nanoseconds", least=1e-3),
-    "variation.hiccups_per_s": Bound(1e6, "pauses of microseconds are part of the times measured", least=1e-12),
-    "cluster.rank_skew_root_s": Bound(1e3, "a second's work would wait for a quarter of an hour", least=1e-9),
-    "cluster.step_over_kernels": Bound(1e3, "kernels measured one by one take about as long as in a step", least=1e-3),
-}
-"""Section and field -> the bound of a number that its name does not imply, or that is tighter."""
-
 _BY_ENDING = (
     ("_bytes_per_s", RATE),
     ("_flops_per_s", RATE),
@@ -111,39 +68,28 @@ _BY_ENDING = (
     ("_share", SHARE),
     ("_efficiency", SHARE),
 )
-_TABLES = {
-    **{f"cluster.{name}": RATE for name in ("peak_flops_per_s", "product_curve", "memory_curve")},
-    **{f"cluster.{name}": SECONDS for name in ("kernel_curve", "collective_curve")},
-    **{f"cluster.{name}_by_dtype": SHARE for name in ("matmul_efficiency", "sustained_share")},
-    "variation.stragglers": Bound(1e6, "a device so slow has failed", least=1e-3),
-    "variation.slow_links": SHARE,
-}
-"""Section and field -> the bound of the numbers of a table."""
 
 
 @cache
-def bound_of(section: str, field: str, *, whole: bool) -> Bound:
-    """The bound of a number of a plan by the section and the field of the noun that holds it."""
-    name = f"{section}.{field}"
-    if name in BOUNDS or name in _TABLES:
-        return BOUNDS.get(name) or _TABLES[name]
+def bound_of(field: str, *, whole: bool) -> Bound:
+    """The bound of a number of a plan that names none, by the field of the noun that holds it."""
     ending = next((bound for ending, bound in _BY_ENDING if field.endswith(ending)), None)
-    return ending or (WHOLE if whole else FACTOR if section in ("optimizer", "train") else SINGLE)
+    return ending or (WHOLE if whole else SINGLE)
 
 
-def beyond(section: str, field: str, value: Any) -> str:
+def beyond(field: str, value: Any, bound: Bound | None = None) -> str:
     """What is wrong with the size of a number, of those in a list or a table too, such as `must be at most 10,000
-    (...)`; empty when nothing is, and for what is no number."""
+    (...)`; empty when nothing is, and for what is no number. Without `bound` it is that of the field's name."""
     if not isinstance(value, dict | list | tuple):
-        return _beyond(section, field, value)
+        return _beyond(field, value, bound)
     values = value.values() if isinstance(value, dict) else value
-    return next(filter(None, (_beyond(section, field, each) for each in values)), "")
+    return next(filter(None, (_beyond(field, each, bound) for each in values)), "")
 
 
-def _beyond(section: str, field: str, value: Any) -> str:
+def _beyond(field: str, value: Any, bound: Bound | None) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    bound = bound_of(section, field, whole=isinstance(value, int))
+    bound = bound or bound_of(field, whole=isinstance(value, int))
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a number that is not endless"
     if abs(value) > bound.most:
@@ -153,32 +99,6 @@ def _beyond(section: str, field: str, value: Any) -> str:
             f"must be 0 or at least {_number(bound.least)}: below it nothing is described. Look for a mistyped number"
         )
     return ""
-
-
-FieldProblem = tuple[str, str]
-"""The field of a noun that is wrong, and the sentence that says how."""
-
-
-class Bounded:
-    """A noun of a plan whose numbers lie within their bounds: one that has others raises `problem_type`, with a
-    problem for each. `section` is that of its keys."""
-
-    section: ClassVar[str]
-    problem_type: ClassVar[type[PlanError]] = PlanError
-
-    def __init_subclass__(cls, *, section: str | None = None, problem_type: type[PlanError] = PlanError) -> None:
-        if section is not None:  # else a noun with more fields of the same section
-            cls.section, cls.problem_type = section, problem_type
-
-    def __post_init__(self) -> None:
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
-        complaints = [(name, value, beyond(self.section, name, value)) for name, value in values]
-        self._refuse((name, f"{name}={shown(value)} {words}.") for name, value, words in complaints if words)
-
-    def _refuse(self, problems: Iterable[FieldProblem]) -> None:
-        """Raises `problem_type` where there are problems, with the keys of their fields."""
-        if found := [Problem(sentence, f"{self.section}.{name}") for name, sentence in problems]:
-            raise self.problem_type(found)
 
 
 def text_complaint(text: str, *, longest: int) -> str:

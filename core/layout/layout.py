@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from ..base.bounds import Bounded, FieldProblem, shown
+from ..base.bounds import DEVICES, shown
 from ..base.errors import LayoutError
+from ..base.option import Bounded, FieldProblem, noun, option
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -55,25 +55,64 @@ def rank_groups(order: str, sizes: Mapping[str, int], axes: str, rank_offset: in
     return np.transpose(grid, outside + inside).reshape(-1, size).tolist()
 
 
-@dataclass(frozen=True)
+@noun()
 class Layout(Bounded, section="layout", problem_type=LayoutError):
-    """How one model is cut over ranks. `dp` is dense data parallelism; experts see `tp*cp*dp/(etp*ep)` of it.
+    """How one model is cut over ranks. Experts see `tp*cp*dp/(etp*ep)` data parallelism.
 
-    `order` is Megatron's: the leftmost axis varies fastest. `stages` is the Megatron layout form
-    (`Et*11|(t*12|)*6t*13L`) or None for an even cut. Raises `LayoutError` with every rule that is broken.
+    Raises `LayoutError` with every rule that is broken.
     """
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    vpp: int = 1
-    sequence_parallel: bool = False
-    zero: int = 0
-    order: str = DEFAULT_ORDER
-    stages: str | None = None
+    tp: int = option("tensor parallelism", default=1, minimum=1, bound=DEVICES, read_by="core.layout.layout")
+    pp: int = option("pipeline parallelism", default=1, minimum=1, bound=DEVICES, read_by="core.layout.layout")
+    vpp: int = option(
+        "stages per pipeline rank (interleaving)",
+        default=1,
+        kw_only=True,
+        minimum=1,
+        bound=DEVICES,
+        read_by="core.layout.layout",
+    )
+    dp: int = option(
+        "data parallelism of the dense part",
+        default=1,
+        minimum=1,
+        bound=DEVICES,
+        default_note="num_devices / (tp*cp*pp)",
+        read_by="core.layout.layout",
+    )
+    cp: int = option("context parallelism", default=1, minimum=1, bound=DEVICES, read_by="core.layout.layout")
+    ep: int = option("expert parallelism", default=1, minimum=1, bound=DEVICES, read_by="core.layout.layout")
+    etp: int | None = option(
+        "tensor parallelism of experts",
+        default=None,
+        minimum=1,
+        bound=DEVICES,
+        default_note="tp",
+        read_by="core.layout.layout",
+    )
+    sequence_parallel: bool = option(
+        "shard norms and residuals along the sequence inside tp groups", default=False, read_by="core.program.tensors"
+    )
+    zero: int = option(
+        "ZeRO stage 0..3: what data parallelism shards",
+        default=0,
+        minimum=0,
+        maximum=3,
+        read_by="core.program.gradients",
+    )
+    order: str = option(
+        "order of ranks; the leftmost axis varies fastest",
+        default=DEFAULT_ORDER,
+        more="The form is that of Megatron-Core's rank orders.",
+        read_by="core.layout.layout",
+    )
+    stages: str | None = option(
+        'uneven stages, e.g. "Et*11|(t*12|)*6t*13L"',
+        default=None,
+        default_note="an even cut",
+        more="The form is that of Megatron's pipeline layouts.",
+        read_by="core.layout.stages",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

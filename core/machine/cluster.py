@@ -3,140 +3,297 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..base.bounds import Bounded, FieldProblem
+from ..base.bounds import DEVICES, RATE, SECONDS, SHARE, Bound
 from ..base.errors import ClusterError
+from ..base.option import Bounded, FieldProblem, limit_complaint, noun, option, option_choices
 from ..base.units import SIZE_RULE, size_of
 
 if TYPE_CHECKING:
     import networkx
 
-_POSITIVE = (
-    "step_over_kernels",
-    "device_memory_bytes",
-    "device_memory_bytes_per_s",
-    "node_link_bytes_per_s",
-    "node_network_bytes_per_s",
-)
-_SHARES = (
-    "matmul_efficiency",
-    "grouped_matmul_efficiency",
-    "attention_forward_efficiency",
-    "attention_backward_efficiency",
-    "memory_efficiency",
-    "sustained_share",
-    "overlap_compute_share",
-    "flash_attention_2_share",
-    "busy_core_share",
-    "link_efficiency",
-    "network_efficiency",
-)
-_NOT_NEGATIVE = (
-    "rank_skew_root_s",
-    "attention_half_head_dim",
-    "kernel_launch_s",
-    "kernel_floor_s",
-    "host_dispatch_s",
-    "node_link_latency_s",
-    "network_latency_s",
-    "leaf_latency_s",
-    "collective_launch_s",
-    "collective_ramp_bytes",
-    "channel_bytes_per_s",
-)
-COLLECTIVE_LIBRARIES = ("nccl", "gloo")
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "message", "message_work")
 """Operations that `collective_curve` may hold: collectives by the bytes of the whole tensor, and messages;
 `message_work` is what a send and a receive cost the work of a rank that has one core."""
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
-@dataclass(frozen=True)
+@noun(kw_only=True)
 class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
     """`num_devices` devices in nodes of `devices_per_node`. Rates are per second and one direction, sizes in bytes.
 
-    `peak_flops_per_s` maps dtype (`fp32 tf32 bf16 fp16 fp8`) to the dense peak. Efficiencies are shares of a peak that
-    large kernels or transfers reach; `..._by_dtype` override a share for single dtypes. `simulator.compute.compute`
-    says what the other numbers of a device mean. Curves are measured rates by size: FLOPs of one product -> FLOP/s,
-    bytes of one transfer -> bytes/s; `kernel_curve` holds measured seconds of single kernels. `num_cores` devices can
-    compute at once where they share cores, 0 is all; `busy_core_share` of its rate is what one keeps when all cores
-    compute, ranks that worked for t seconds wait `rank_skew_root_s` * sqrt(t) for the slower one, and a step takes
-    `step_over_kernels` times what its kernels take one by one. `device_memory_bytes` is what the runtime reports as the
-    device's total (`cudaMemGetInfo`); of it `headroom` stays free: a share such as "8%", or bytes such as "4GiB".
-    `sources` maps a field name to where its number comes from. Raises `ClusterError` with every rule that is broken.
+    Efficiencies are shares of a peak that large kernels or transfers reach; `..._by_dtype` override a share for single
+    dtypes. Curves are measured rates by size. `simulator.compute.compute` says what the numbers of a device mean. What
+    a step costs on a host is in `busy_core_share` of a core's rate when all compute, in what ranks wait for the slower
+    one (`rank_skew_root_s` times the root of the seconds they worked), and in `step_over_kernels`.
+
+    Raises `ClusterError` with every rule that is broken.
     """
 
-    name: str
-    num_devices: int
-    devices_per_node: int
-    device_memory_bytes: float
-    device_memory_bytes_per_s: float
-    peak_flops_per_s: Mapping[str, float] = field(hash=False)
-    matmul_efficiency: float
-    memory_efficiency: float
-    kernel_launch_s: float
-    node_link_bytes_per_s: float
-    node_link_latency_s: float
-    node_network_bytes_per_s: float
-    network_latency_s: float
-    link_efficiency: float
-    num_compute_units: int = 1
-    sustained_share: float = 1.0
-    sustained_share_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
-    matmul_efficiency_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
-    grouped_matmul_efficiency: float = 1.0
-    attention_forward_efficiency: float = 0.6
-    attention_backward_efficiency: float = 0.5
-    attention_half_head_dim: float = 20.0
-    kernel_floor_s: float = 0.0
-    host_dispatch_s: float = 0.0
-    overlap_compute_share: float = 1.0
-    flash_attention_2_share: float = 1.0
-    product_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
-    memory_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
-    kernel_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
-    num_cores: int = 0
-    busy_core_share: float = 1.0
-    rank_skew_root_s: float = 0.0
-    step_over_kernels: float = 1.0
-    network_efficiency: float = 0.92
-    collective_library: str = "nccl"
-    collective_launch_s: float = 6.6e-6
-    collective_ramp_bytes: float = 15e6
-    ll128_ramp_share: float = 0.0
-    channel_bytes_per_s: float = 0.0
-    nvls_efficiency: float = 0.0
-    sharp: bool = False
-    nics_per_node: int = 0
-    nodes_per_leaf: int = 0
-    rails: bool = False
-    oversubscription: float = 1.0
-    leaf_latency_s: float = 0.0
-    collective_curve: Mapping[str, float] = field(default_factory=dict, hash=False)
-    headroom: str = "0"
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    name: str = option("what reports call the cluster", default_note="custom", read_by="simulator.step.step")
+    num_devices: int = option(
+        "devices of the run", minimum=1, bound=DEVICES, default_note="tp*cp*dp*pp", read_by="simulator.network.topology"
+    )
+    devices_per_node: int = option(
+        "devices behind one node's links", minimum=1, bound=DEVICES, read_by="simulator.network.topology"
+    )
+    device_memory_bytes: float = option(
+        "memory of one device, as its runtime reports it",
+        above=0,
+        more="`cudaMemGetInfo` gives it as the total.",
+        read_by="simulator.memory.capacity",
+    )
+    headroom: str = option(
+        "memory that stays free on every device",
+        default="0",
+        kind="size",
+        more='It is a share such as "8%", or bytes such as "4GiB".',
+        read_by="core.machine.cluster",
+    )
+    device_memory_bytes_per_s: float = option(
+        "memory bandwidth of one device", above=0, read_by="simulator.compute.compute"
+    )
+    peak_flops_per_s: Mapping[str, float] = option(
+        "dense peak per dtype: fp32 tf32 bf16 fp16 fp8", hash=False, read_by="simulator.compute.compute"
+    )
+    matmul_efficiency: float = option(
+        "share of the peak that large products reach", above=0, maximum=1, read_by="simulator.compute.compute"
+    )
+    matmul_efficiency_by_dtype: Mapping[str, float] = option(
+        "the same for single dtypes, where it differs",
+        default_factory=dict,
+        hash=False,
+        bound=SHARE,
+        read_by="simulator.compute.compute",
+    )
+    grouped_matmul_efficiency: float = option(
+        "rate of grouped products as a share of plain ones",
+        default=1.0,
+        above=0,
+        maximum=1,
+        read_by="simulator.compute.compute",
+    )
+    attention_forward_efficiency: float = option(
+        "share of the peak that fused attention reaches, forward",
+        default=0.6,
+        above=0,
+        maximum=1,
+        read_by="simulator.compute.compute",
+    )
+    attention_backward_efficiency: float = option(
+        "share of the peak that fused attention reaches, backward",
+        default=0.5,
+        above=0,
+        maximum=1,
+        read_by="simulator.compute.compute",
+    )
+    memory_efficiency: float = option(
+        "share of the memory bandwidth that large transfers reach",
+        above=0,
+        maximum=1,
+        read_by="simulator.compute.compute",
+    )
+    kernel_launch_s: float = option(
+        "launch and tail of one kernel, on top of its work", minimum=0, read_by="simulator.compute.compute"
+    )
+    kernel_floor_s: float = option(
+        "least time of the work of one kernel", default=0.0, minimum=0, read_by="simulator.compute.compute"
+    )
+    host_dispatch_s: float = option(
+        "time the host needs to dispatch one kernel", default=0.0, minimum=0, read_by="simulator.compute.compute"
+    )
+    num_compute_units: int = option(
+        "processors of one device that share a product's tiles",
+        default=1,
+        minimum=1,
+        bound=DEVICES,
+        read_by="simulator.compute.compute",
+    )
+    sustained_share_by_dtype: Mapping[str, float] = option(
+        "the same for single dtypes, where it differs",
+        default_factory=dict,
+        hash=False,
+        bound=SHARE,
+        read_by="simulator.compute.compute",
+    )
+    sustained_share: float = option(
+        "share of the product rate that power and clocks leave under training load",
+        default=1.0,
+        above=0,
+        maximum=1,
+        read_by="simulator.compute.compute",
+    )
+    attention_half_head_dim: float = option(
+        "head width at which fused attention reaches half the rate of endlessly wide heads",
+        default=20.0,
+        minimum=0,
+        bound=DEVICES,
+        read_by="simulator.compute.compute",
+    )
+    product_curve: Mapping[str, float] = option(
+        "measured FLOP/s by FLOPs of one product, for devices without tiles",
+        default_factory=dict,
+        hash=False,
+        bound=RATE,
+        more="It maps FLOPs to FLOP/s.",
+        read_by="simulator.compute.compute",
+    )
+    memory_curve: Mapping[str, float] = option(
+        "measured bytes/s by bytes of one transfer",
+        default_factory=dict,
+        hash=False,
+        bound=RATE,
+        read_by="simulator.compute.compute",
+    )
+    kernel_curve: Mapping[str, float] = option(
+        "measured seconds of kernel-sizes, as calibrate writes them",
+        default_factory=dict,
+        hash=False,
+        bound=SECONDS,
+        read_by="simulator.compute.host_kernels",
+    )
+    step_over_kernels: float = option(
+        "seconds of a training step over those of its kernels measured one by one",
+        default=1.0,
+        above=0,
+        bound=Bound(1e3, "kernels measured one by one take about as long as in a step", least=1e-3),
+        read_by="simulator.cost.host_blocks",
+    )
+    busy_core_share: float = option(
+        "share of its rate that a core keeps while all compute",
+        default=1.0,
+        above=0,
+        maximum=1,
+        read_by="simulator.cost.host_blocks",
+    )
+    rank_skew_root_s: float = option(
+        "seconds that ranks wait for the slower one when they meet, over the root of the seconds they worked since",
+        default=0.0,
+        minimum=0,
+        bound=Bound(1e3, "a second's work would wait for a quarter of an hour", least=1e-9),
+        read_by="simulator.cost.host_cores",
+    )
+    num_cores: int = option(
+        "cores that devices share for computing; 0 is one each",
+        default=0,
+        minimum=0,
+        bound=DEVICES,
+        more="As many devices compute at once.",
+        read_by="simulator.cost.host_cores",
+    )
+    flash_attention_2_share: float = option(
+        "rate of FlashAttention-2 as a share of the best fused kernel",
+        default=1.0,
+        above=0,
+        maximum=1,
+        read_by="simulator.stack.profile",
+    )
+    overlap_compute_share: float = option(
+        "share of its rate that compute keeps while a collective runs",
+        default=1.0,
+        above=0,
+        maximum=1,
+        read_by="simulator.compute.compute",
+    )
+    node_link_bytes_per_s: float = option(
+        "links inside a node, per device and direction", above=0, read_by="simulator.network.topology"
+    )
+    node_link_latency_s: float = option("latency inside a node", minimum=0, read_by="simulator.network.network")
+    node_network_bytes_per_s: float = option(
+        "injection bandwidth of one node, one direction", above=0, read_by="simulator.network.topology"
+    )
+    network_latency_s: float = option("latency between nodes", minimum=0, read_by="simulator.network.network")
+    link_efficiency: float = option(
+        "share of a link's bandwidth that large messages reach",
+        above=0,
+        maximum=1,
+        read_by="simulator.network.topology",
+    )
+    network_efficiency: float = option(
+        "share of the injection bandwidth that large messages reach",
+        default=0.92,
+        above=0,
+        maximum=1,
+        read_by="simulator.network.topology",
+    )
+    nics_per_node: int = option(
+        "network cards of a node; 0 is one per device",
+        default=0,
+        minimum=0,
+        bound=DEVICES,
+        read_by="simulator.network.topology",
+    )
+    nodes_per_leaf: int = option(
+        "nodes behind the same leaf switches; 0 is all",
+        default=0,
+        minimum=0,
+        bound=DEVICES,
+        read_by="simulator.network.topology",
+    )
+    rails: bool = option(
+        "card i of every node leads to leaf switch i", default=False, read_by="simulator.network.topology"
+    )
+    oversubscription: float = option(
+        "what enters a leaf switch over what leaves it",
+        default=1.0,
+        minimum=1,
+        bound=DEVICES,
+        read_by="simulator.network.network",
+    )
+    leaf_latency_s: float = option(
+        "what crossing leaf switches adds to the latency", default=0.0, minimum=0, read_by="simulator.network.network"
+    )
+    collective_library: Literal["nccl", "gloo"] = option(
+        "who moves the bytes", default="nccl", read_by="simulator.network.network"
+    )
+    collective_launch_s: float = option(
+        "launch and tail of the smallest collective", default=6.6e-6, minimum=0, read_by="simulator.network.network"
+    )
+    collective_ramp_bytes: float = option(
+        "bytes a device must have under way in a long collective",
+        default=15e6,
+        minimum=0,
+        read_by="simulator.network.nccl",
+    )
+    ll128_ramp_share: float = option(
+        "share of the ramp that LL128 pays", default=0.0, minimum=0, maximum=1, read_by="simulator.network.nccl"
+    )
+    channel_bytes_per_s: float = option(
+        "rate of one channel of a message; 0 is no limit", default=0.0, minimum=0, read_by="simulator.network.nccl"
+    )
+    nvls_efficiency: float = option(
+        "share of the link's rate of sums in the node's switch",
+        default=0.0,
+        minimum=0,
+        maximum=1,
+        read_by="simulator.network.nccl",
+    )
+    collective_curve: Mapping[str, float] = option(
+        "measured seconds of operation-ranks-bytes in one node",
+        default_factory=dict,
+        hash=False,
+        bound=SECONDS,
+        read_by="simulator.network.measured",
+    )
+    sharp: bool = option("sums in the network's switches", default=False, read_by="simulator.network.nccl")
+    sources: Mapping[str, str] = option(
+        "where each number comes from",
+        default_factory=dict,
+        hash=False,
+        more="It maps a key of this section to a text.",
+        read_by="core.commands.presets",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._refuse(self._problems())
 
     def _problems(self) -> Iterator[FieldProblem]:
-        for name in ("num_devices", "devices_per_node", "num_compute_units"):
-            if (value := getattr(self, name)) < 1:
-                yield name, f"{name}={value} must be at least 1."
-        for name in _POSITIVE:
-            if not (value := getattr(self, name)) > 0:
-                yield name, f"{name}={value} must be above 0."
-        for name in _SHARES:
-            if not 0 < (value := getattr(self, name)) <= 1:
-                yield name, f"{name}={value} is a share: above 0, at most 1."
-        for name in _NOT_NEGATIVE:
-            if (value := getattr(self, name)) < 0:
-                yield name, f"{name}={value} must not be negative."
-        yield from self._network_problems()
+        yield from self._limit_problems()
+        yield from self._curve_problems()
         if size_of(self.headroom, 1.0) is None:
             yield "headroom", f"headroom={self.headroom!r}: {SIZE_RULE}"
         elif self.device_memory_bytes > 0 and self.headroom_bytes >= self.device_memory_bytes:
@@ -157,25 +314,17 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
                     setting = f"{name}={{{size!r} = {rate}}}"
                     yield name, f"{setting}: sizes are positive numbers as texts, rates are above 0."
 
-    def _network_problems(self) -> Iterator[FieldProblem]:
-        for name in ("nics_per_node", "nodes_per_leaf"):
-            if (value := getattr(self, name)) < 0:
-                yield name, f"{name}={value} must not be negative."
-        if not 0 <= self.ll128_ramp_share <= 1:
-            yield "ll128_ramp_share", f"ll128_ramp_share={self.ll128_ramp_share} is a share: 0 to 1."
-        if not 0 <= self.nvls_efficiency <= 1:
-            setting = f"nvls_efficiency={self.nvls_efficiency}"
-            yield "nvls_efficiency", f"{setting} is a share of the link's rate: at most 1, and 0 where no switch adds."
-        if self.oversubscription < 1:
-            setting = f"oversubscription={self.oversubscription}"
-            sentence = f"{setting} says how many times more enters a leaf switch than leaves it: at least 1."
-            yield "oversubscription", sentence
-        if self.collective_library not in COLLECTIVE_LIBRARIES:
-            setting = f"collective_library={self.collective_library!r}"
-            yield "collective_library", f"{setting} is not one of {', '.join(COLLECTIVE_LIBRARIES)}."
-        if self.num_cores < 0:
-            sentence = f"num_cores={self.num_cores} must not be negative; 0 says that every device computes on its own."
-            yield "num_cores", sentence
+    def _limit_problems(self) -> Iterator[FieldProblem]:
+        """Every number and name that is not within the limits of its option."""
+        choices = option_choices(ClusterSpec)
+        for each in fields(self):
+            value, known = getattr(self, each.name), choices.get(each.name)
+            if known is not None and value not in known:
+                yield each.name, f"{each.name}={value!r} is not one of {', '.join(known)}."
+            elif complaint := limit_complaint(value, each.metadata):
+                yield each.name, f"{each.name}={value} {complaint}."
+
+    def _curve_problems(self) -> Iterator[FieldProblem]:
         for key, seconds in self.kernel_curve.items():
             if kernel_key(key) is None or not seconds > 0:
                 setting = f"kernel_curve={{{key!r} = {seconds}}}"

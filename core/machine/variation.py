@@ -4,63 +4,148 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from ..base.bounds import Bounded, shown
+from ..base.bounds import EXPERTS, SHARE, Bound, shown
+from ..base.option import Bounded, noun, option
 
 if TYPE_CHECKING:
     from .cluster import ClusterSpec
 
-DISTRIBUTIONS = ("lognormal", "normal", "pareto")
-"""Shapes of jitter, all with mean 1: multiplicative noise; symmetric noise; and a heavy tail (Pareto 1, whose exponent
-follows from the relative standard deviation)."""
-
 LINK_KINDS = ("device", "card", "node", "leaf")
 
 
-@dataclass(frozen=True)
+@noun()
 class Variation(Bounded, section="variation"):
     """What differs from device to device, from link to link and from step to step. Nothing does by default,
     and then nothing is drawn.
 
-    Known differences: `stragglers` maps devices (`device-17`, `device-8-15`, `node-2`, `node-4-7`) to how many times
-    longer they compute; `device_classes` maps cluster presets to the devices that are of that kind (`node-4-7,
-    device-3`). `slow_links` maps links to the share of their rate that is left, `failed_links` lists those of which
-    nothing is (`card-3-1, leaf-0-2`): `device-17` is a device's link into its node, `card-3-1` card 1 of node 3,
-    `node-3` all cards of a node, `leaf-0-1` the uplinks of leaf switch 1 of node group 0.
-
-    Drawn `samples` times, from `seed`: `jitter` and `comm_jitter` are relative standard deviations of one compute
-    action on one device and of one transfer, `device_spread` that of a device's speed for a whole step, all by
-    `distribution`. A device pauses `hiccups_per_s` times a second for `hiccup_s` or longer, Pareto with exponent
-    `hiccup_shape`. `expert_imbalance` is the relative standard deviation of the tokens that experts expect (0 leaves
-    the chance of the draw; None keeps all equally busy); `expert_capacity` is how many times its fair share an expert
-    takes, above which tokens are dropped.
-
-    Failures: one device fails every `device_mtbf_s`; a checkpoint every `checkpoint_every_s` (None: as often as is
-    best) stops training for `checkpoint_s`; after a failure `restart_s` pass before training goes on from the last one.
+    Differences of devices and links are known; jitter, pauses and the experts' tokens are drawn `samples` times from
+    `seed`; failures and checkpoints say what is lost between them.
     """
 
-    stragglers: Mapping[str, float] = field(default_factory=dict, hash=False)
-    device_classes: Mapping[str, str] = field(default_factory=dict, hash=False)
-    slow_links: Mapping[str, float] = field(default_factory=dict, hash=False)
-    failed_links: str = ""
-    seed: int = 0
-    samples: int = 100
-    jitter: float = 0.0
-    comm_jitter: float = 0.0
-    device_spread: float = 0.0
-    distribution: Literal["lognormal", "normal", "pareto"] = "lognormal"
-    hiccups_per_s: float = 0.0
-    hiccup_s: float = 0.0
-    hiccup_shape: float = 2.0
-    expert_imbalance: float | None = None
-    expert_capacity: float | None = None
-    device_mtbf_s: float | None = None
-    checkpoint_s: float = 0.0
-    checkpoint_every_s: float | None = None
-    restart_s: float = 0.0
+    stragglers: Mapping[str, float] = option(
+        "device-17, device-8-15 or node-2: times longer it computes",
+        default_factory=dict,
+        hash=False,
+        bound=Bound(1e6, "a device so slow has failed", least=1e-3),
+        read_by="simulator.variation.columns",
+    )
+    device_classes: Mapping[str, str] = option(
+        "cluster preset: devices of that kind, as node-4-7, device-3",
+        default_factory=dict,
+        hash=False,
+        read_by="simulator.variation.columns",
+    )
+    slow_links: Mapping[str, float] = option(
+        "device-17, card-3-1, node-3 or leaf-0-1: share of its rate left",
+        default_factory=dict,
+        hash=False,
+        bound=SHARE,
+        more=(
+            "`device-17` is a device's link into its node, `card-3-1` card 1 of node 3, `node-3` all cards of a node, "
+            "`leaf-0-1` the uplinks of leaf switch 1 of node group 0."
+        ),
+        read_by="simulator.network.link_shares",
+    )
+    failed_links: str = option(
+        "links of which nothing is left, as card-3-1, leaf-0-2", default="", read_by="simulator.network.link_shares"
+    )
+    seed: int = option(
+        "seed of everything that is drawn", default=0, minimum=0, read_by="simulator.variation.variation"
+    )
+    samples: int = option(
+        "steps that are drawn", default=100, minimum=0, maximum=100_000, read_by="simulator.variation.variation"
+    )
+    jitter: float = option(
+        "relative standard deviation of one compute action on one device",
+        default=0.0,
+        minimum=0,
+        below=1,
+        read_by="simulator.variation.variation",
+    )
+    comm_jitter: float = option(
+        "relative standard deviation of one message or reduction",
+        default=0.0,
+        minimum=0,
+        below=1,
+        read_by="simulator.variation.variation",
+    )
+    device_spread: float = option(
+        "relative standard deviation of a device's speed for a whole step",
+        default=0.0,
+        minimum=0,
+        below=1,
+        read_by="simulator.variation.variation",
+    )
+    distribution: Literal["lognormal", "normal", "pareto"] = option(
+        "shape of jitter and spread, with mean 1",
+        default="lognormal",
+        more=(
+            "Multiplicative noise, symmetric noise, or a heavy tail (Pareto 1, whose exponent follows from the "
+            "deviation)."
+        ),
+        read_by="simulator.variation.variation",
+    )
+    hiccups_per_s: float = option(
+        "long pauses of one device in a second of computing",
+        default=0.0,
+        minimum=0,
+        bound=Bound(1e6, "pauses of microseconds are part of the times measured", least=1e-12),
+        read_by="simulator.variation.variation",
+    )
+    hiccup_s: float = option(
+        "shortest pause",
+        default=0.0,
+        minimum=0,
+        read_by="simulator.variation.variation",
+    )
+    hiccup_shape: float = option(
+        "exponent of the pauses' lengths (Pareto)", default=2.0, above=1, read_by="simulator.variation.variation"
+    )
+    expert_imbalance: float | None = option(
+        "relative standard deviation of the tokens that experts expect; 0 is the draw's chance alone",
+        default=None,
+        minimum=0,
+        bound=EXPERTS,
+        default_note="all equally busy",
+        read_by="simulator.cost.expert_load",
+    )
+    expert_capacity: float | None = option(
+        "an expert's tokens over its fair share",
+        default=None,
+        above=0,
+        bound=EXPERTS,
+        default_note="no limit",
+        more="Tokens above it are dropped.",
+        read_by="simulator.cost.expert_load",
+    )
+    device_mtbf_s: float | None = option(
+        "time between failures of one device",
+        default=None,
+        above=0,
+        default_note="no failures",
+        read_by="simulator.variation.goodput",
+    )
+    checkpoint_s: float = option(
+        "time that a checkpoint stops training", default=0.0, minimum=0, read_by="simulator.variation.goodput"
+    )
+    checkpoint_every_s: float | None = option(
+        "work between checkpoints",
+        default=None,
+        above=0,
+        default_note="the best (Daly 2006)",
+        read_by="simulator.variation.goodput",
+    )
+    restart_s: float = option(
+        "time from a failure until training goes on",
+        default=0.0,
+        more="It goes on from the last checkpoint.",
+        minimum=0,
+        read_by="simulator.variation.goodput",
+    )
 
     @cached_property
     def is_nothing(self) -> bool:

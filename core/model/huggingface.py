@@ -11,7 +11,7 @@ from ..base.files import read_text
 from ..base.names import one_line
 from ..base.parsing import parse_json
 from .huggingface_forms import wrong_forms
-from .model import ROPE_SCALINGS, SCALING_FIELDS, ModelSpec
+from .model import SCALING_FIELDS, ModelSpec
 
 Config = Mapping[str, Any]
 
@@ -193,8 +193,8 @@ def _rope_scaling(rope: Config, problems: list[str]) -> dict[str, Any]:
     kind = _given(rope, "rope_type", rope.get("type"))
     if kind in (None, "default"):
         kind = "none"
-    if kind not in ROPE_SCALINGS:
-        problems.append(f"rope_type={kind!r} is not understood; read are default, {', '.join(ROPE_SCALINGS[1:])}.")
+    if kind not in ("none", *SCALING_FIELDS):
+        problems.append(f"rope_type={kind!r} is not understood; read are default, {', '.join(SCALING_FIELDS)}.")
         return {}
     if rope.get("truncate") is False:
         problems.append("truncate=false of yarn is not understood; read is a ramp between whole pairs.")

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, fields
 from typing import Literal
 
-from ..base.bounds import Bounded, FieldProblem
+from ..base.bounds import EXPERTS, HEADS, LAYERS, TABLE, TOKENS, WIDTH, Bound
 from ..base.divisors import divisors
 from ..base.errors import ModelError, did_you_mean
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu", "relu_squared")
-NORMS = ("layernorm", "rmsnorm")
-POSITIONS = ("learned", "rope")
-ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn")
-ROUTER_SCORES = ("softmax", "sigmoid")
-GROUP_SCORES = ("max", "top_two")
+from ..base.option import Bounded, FieldProblem, noun, option, option_choices
 
 _COUNTS = (
     "num_layers",
@@ -82,99 +76,274 @@ REFINEMENTS = (
 padding of the token table."""
 
 
-@dataclass(frozen=True)
+@noun()
 class ModelSpec(Bounded, section="model", problem_type=ModelError):
-    """A decoder. `ffn_hidden_size` is the width after the activation (a SwiGLU has two products
-    of that width before it).
+    """A decoder.
 
-    The last `padding_rows` of the `vocab_size` rows of the token table are no ids: they are never predicted. `bias`
-    puts a bias on every linear layer but the router and the output head, `qkv_bias` one on query, key and value alone;
-    `qk_norm` normalises every query and key head. `max_positions` is the length of a learned position table.
-
-    With `num_experts`, the layers from `first_dense_layers` on have a router and experts of width
-    `expert_ffn_hidden_size` (that of the dense MLP unless given), of which each token takes `experts_per_token`, and
-    `num_shared_experts` more of that width that every token takes, as one MLP. With `kv_lora_rank`, attention is
-    multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from one low-rank
-    vector a token, queries from another one if `q_lora_rank` is given; `head_dim` is then `qk_nope_head_dim +
-    qk_rope_head_dim`. `num_mtp_layers` multi-token-prediction modules (DeepSeek-V3, arXiv 2412.19437, section 2.2)
-    follow the last layer, next to the output head.
-
-    A token's router makes `router_scores` of its experts, and takes those with the highest. With `num_router_groups` it
-    first takes `router_groups_per_token` groups of neighbouring experts by `router_group_scores`, the best score in a
-    group (DeepSeek-V2, section 2.2.2) or the sum of the two best (DeepSeek-V3), and then experts of those only.
-    `expert_bias` is added to the scores where they are compared, not where they weigh (arXiv 2408.15664).
-    `normalized_router_weights` divides the chosen scores by their sum, which makes of a softmax over all experts one
-    over the chosen; `router_scaling` times that weighs the experts' results. An expert takes at most
-    `expert_capacity_factor` times its even share of each sequence's choices; None is any number.
-
-    With `sliding_window` a token attends to so many tokens, itself the last (Mistral 7B, arXiv 2310.06825,
-    section 2); 0 is all before it.
-
-    `rope_scaling` stretches rotary positions for sequences longer than the `rope_original_positions` (by default
-    `max_positions`) of the first training, `rope_factor` times (`core.model.rotary`, which says what each kind and
-    its further numbers mean).
-
-    With `parallel_block`, attention and MLP of a layer take the same normed input, and both are added to that input
-    (GPT-J; Falcon, arXiv 2311.16867, section 3.3): a layer has one norm.
-
-    In training, `hidden_dropout` of the elements behind the embedding and every attention and MLP are dropped, and
-    `attention_dropout` of the attention probabilities.
+    With `num_experts`, the layers from `first_dense_layers` on have a router and experts, of which each token takes
+    `experts_per_token` and all shared ones. With `kv_lora_rank`, attention is multi-head latent attention. With
+    `num_mtp_layers`, modules of multi-token prediction follow the last layer.
 
     Raises `ModelError` with every rule that is broken.
     """
 
-    name: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "relu_squared"] = "swiglu"
-    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
-    norm_eps: float = 1e-5
-    position: Literal["learned", "rope"] = "rope"
-    rope_theta: float = 10000.0
-    tied_embeddings: bool = False
-    bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    parallel_block: bool = False
-    num_experts: int = 0
-    experts_per_token: int = 0
-    num_shared_experts: int = 0
-    expert_ffn_hidden_size: int | None = None
-    first_dense_layers: int = 0
-    router_scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalized_router_weights: bool = True
-    router_scaling: float = 1.0
-    num_router_groups: int = 0
-    router_groups_per_token: int = 0
-    router_group_scores: Literal["max", "top_two"] = "max"
-    expert_bias: bool = False
-    expert_capacity_factor: float | None = None
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-    num_mtp_layers: int = 0
-    padding_rows: int = 0
-    sliding_window: int = 0
-    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
-    rope_factor: float = 1.0
-    rope_original_positions: int = 0
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_beta_fast: float = 32.0
-    rope_beta_slow: float = 1.0
-    rope_mscale: float = 0.0
-    rope_mscale_all_dim: float = 0.0
-    rope_attention_factor: float | None = None
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
+    name: str = option("what reports call the model", default_note="custom", read_by="core.plan.plan")
+    num_layers: int = option("transformer layers", minimum=1, bound=LAYERS, read_by="core.model.parameters")
+    hidden_size: int = option("width of the residual stream", minimum=1, bound=WIDTH, read_by="core.model.operators")
+    ffn_hidden_size: int = option(
+        "MLP width after the activation",
+        minimum=1,
+        bound=WIDTH,
+        more="A SwiGLU has two products of that width before it.",
+        read_by="core.model.operators",
+    )
+    num_heads: int = option("query heads", minimum=1, bound=HEADS, read_by="simulator.cost.flops")
+    num_kv_heads: int = option(
+        "key/value heads", minimum=1, bound=HEADS, default_note="num_heads", read_by="core.model.operators"
+    )
+    head_dim: int = option(
+        "width of one head",
+        minimum=1,
+        bound=WIDTH,
+        default_note="hidden_size / num_heads",
+        read_by="core.model.operators",
+    )
+    vocab_size: int = option("rows of the token table", minimum=1, bound=TABLE, read_by="core.model.operators")
+    max_positions: int = option(
+        "rows of a learned position table",
+        minimum=1,
+        bound=TOKENS,
+        default_note="batch.sequence",
+        read_by="core.model.operators",
+    )
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "relu_squared"] = option(
+        "MLP activation", default="swiglu", read_by="backend.model.mlp"
+    )
+    norm: Literal["layernorm", "rmsnorm"] = option(
+        "normalisation before attention and MLP", default="rmsnorm", read_by="core.model.parameters"
+    )
+    norm_eps: float = option("added to the variance", default=1e-5, above=0, read_by="backend.tensor_parallel.norm")
+    position: Literal["learned", "rope"] = option("how positions enter", default="rope", read_by="core.model.operators")
+    rope_theta: float = option("base of the rotary frequencies", default=10000.0, above=0, read_by="core.model.rotary")
+    _: KW_ONLY
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = option(
+        "how rotary positions are stretched for longer sequences",
+        default="none",
+        more=(
+            "Sequences are `rope_factor` times longer than the `rope_original_positions` of the first training; "
+            "`core.model.rotary` says what each kind and its further numbers mean."
+        ),
+        read_by="core.model.rotary",
+    )
+    rope_factor: float = option(
+        "times longer than the original sequences", default=1.0, above=0, read_by="core.model.rotary"
+    )
+    rope_original_positions: int = option(
+        "length of the original sequences; 0 is max_positions",
+        default=0,
+        minimum=0,
+        bound=TOKENS,
+        read_by="core.model.model",
+    )
+    rope_low_freq_factor: float = option(
+        "llama3: original sequences hold so many turns of a pair that slows down",
+        default=1.0,
+        read_by="core.model.rotary",
+    )
+    rope_high_freq_factor: float = option(
+        "llama3: and so many of one that does not", default=4.0, above=0, read_by="core.model.rotary"
+    )
+    rope_beta_fast: float = option(
+        "yarn: turns in an original sequence from which pairs keep their speed",
+        default=32.0,
+        above=0,
+        read_by="core.model.rotary",
+    )
+    rope_beta_slow: float = option(
+        "yarn: turns up to which they slow down by the factor", default=1.0, above=0, read_by="core.model.rotary"
+    )
+    rope_mscale: float = option(
+        "yarn: growth of turned queries and keys", default=0.0, minimum=0, read_by="core.model.rotary"
+    )
+    rope_mscale_all_dim: float = option(
+        "yarn: growth of whole queries and keys", default=0.0, minimum=0, read_by="core.model.rotary"
+    )
+    rope_attention_factor: float | None = option(
+        "yarn: the growth itself", default=None, above=0, default_note="from the factor", read_by="core.model.rotary"
+    )
+    tied_embeddings: bool = option("output table is the token table", default=False, read_by="core.model.blocks")
+    bias: bool = option(
+        "bias on every linear layer but router and output head", default=False, read_by="core.model.operators"
+    )
+    qkv_bias: bool = option(
+        "bias on query, key and value",
+        default=False,
+        more="It is for these alone, without `bias`.",
+        read_by="core.model.operators",
+    )
+    qk_norm: bool = option("norm of every query and key head", default=False, read_by="core.model.operators")
+    parallel_block: bool = option(
+        "attention and MLP take the same normed input",
+        default=False,
+        more="Both are added to the input (GPT-J; Falcon, arXiv 2311.16867, section 3.3): a layer has one norm.",
+        read_by="core.model.operators",
+    )
+    num_experts: int = option(
+        "experts of a MoE layer; 0 is a dense model",
+        default=0,
+        minimum=0,
+        bound=EXPERTS,
+        more="The layers from `first_dense_layers` on have a router and experts.",
+        read_by="core.model.parameters",
+    )
+    experts_per_token: int = option(
+        "experts that each token takes", default=0, minimum=0, bound=EXPERTS, read_by="core.program.experts"
+    )
+    num_shared_experts: int = option(
+        "experts that every token takes, besides its own",
+        default=0,
+        minimum=0,
+        bound=EXPERTS,
+        more="They have the width of the others, and are computed as one MLP.",
+        read_by="core.model.model",
+    )
+    expert_ffn_hidden_size: int | None = option(
+        "width of one expert",
+        default=None,
+        minimum=1,
+        bound=WIDTH,
+        default_note="ffn_hidden_size",
+        read_by="core.model.model",
+    )
+    first_dense_layers: int = option(
+        "layers before the first with experts", default=0, minimum=0, bound=LAYERS, read_by="core.model.model"
+    )
+    router_scores: Literal["softmax", "sigmoid"] = option(
+        "what a router makes of its logits",
+        default="softmax",
+        more="A token takes the experts with the highest.",
+        read_by="backend.model.router",
+    )
+    normalized_router_weights: bool = option(
+        "a token's chosen scores are divided by their sum",
+        default=True,
+        more="That makes of a softmax over all experts one over the chosen.",
+        read_by="backend.model.router",
+    )
+    router_scaling: float = option(
+        "times that the experts' results are weighed", default=1.0, above=0, read_by="backend.model.router"
+    )
+    num_router_groups: int = option(
+        "groups of experts that a router chooses first; 0 is none",
+        default=0,
+        minimum=0,
+        bound=EXPERTS,
+        read_by="backend.model.router",
+    )
+    router_groups_per_token: int = option(
+        "groups whose experts a token may take",
+        default=0,
+        minimum=0,
+        bound=EXPERTS,
+        more="Groups are of neighbouring experts, and are chosen by `router_group_scores`.",
+        read_by="backend.model.router",
+    )
+    router_group_scores: Literal["max", "top_two"] = option(
+        "score of a group: best, or sum of two best",
+        default="max",
+        more="The best score in a group is DeepSeek-V2's (section 2.2.2), the sum of the two best DeepSeek-V3's.",
+        read_by="backend.model.router",
+    )
+    expert_bias: bool = option(
+        "a bias per expert, in the choice only, balances them",
+        default=False,
+        more="It is added to the scores where they are compared, not where they weigh (arXiv 2408.15664).",
+        read_by="backend.model.router",
+    )
+    expert_capacity_factor: float | None = option(
+        "most of a sequence's choices that an expert takes, over its even share; the others are dropped",
+        default=None,
+        above=0,
+        bound=EXPERTS,
+        default_note="no limit",
+        read_by="backend.model.router",
+    )
+    q_lora_rank: int = option(
+        "latent attention: rank of the queries; 0 is full rank",
+        default=0,
+        minimum=0,
+        bound=WIDTH,
+        more="With it queries come from a low-rank vector too.",
+        read_by="core.model.operators",
+    )
+    kv_lora_rank: int = option(
+        "latent attention: rank of keys and values; 0 is ordinary attention",
+        default=0,
+        minimum=0,
+        bound=WIDTH,
+        more=(
+            "It is multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come "
+            "from one low-rank vector a token."
+        ),
+        read_by="core.model.operators",
+    )
+    qk_nope_head_dim: int = option(
+        "latent attention: width of a head without positions",
+        default=0,
+        minimum=0,
+        bound=WIDTH,
+        more="`head_dim` is the sum of this and `qk_rope_head_dim`.",
+        read_by="core.model.operators",
+    )
+    qk_rope_head_dim: int = option(
+        "latent attention: width of a head with rotary positions",
+        default=0,
+        minimum=0,
+        bound=WIDTH,
+        read_by="core.model.operators",
+    )
+    v_head_dim: int = option(
+        "latent attention: width of a value head", default=0, minimum=0, bound=WIDTH, read_by="core.model.model"
+    )
+    sliding_window: int = option(
+        "tokens that a token attends to, itself the last; 0 is all",
+        default=0,
+        minimum=0,
+        bound=TOKENS,
+        more="Mistral 7B, arXiv 2310.06825, section 2.",
+        read_by="core.model.model",
+    )
+    padding_rows: int = option(
+        "last rows of the token table that are no ids and get no probability",
+        default=0,
+        minimum=0,
+        bound=TABLE,
+        more="They are among the `vocab_size` rows, and are never predicted.",
+        read_by="backend.tensor_parallel.cross_entropy",
+    )
+    num_mtp_layers: int = option(
+        "multi-token-prediction modules after the last layer",
+        default=0,
+        minimum=0,
+        bound=Bound(100, "models published have one (DeepSeek-V3)"),
+        more="They stand next to the output head (DeepSeek-V3, arXiv 2412.19437, section 2.2).",
+        read_by="core.model.blocks",
+    )
+    hidden_dropout: float = option(
+        "share of hidden-state elements dropped in training",
+        default=0.0,
+        minimum=0,
+        below=1,
+        more="They are those behind the embedding and every attention and MLP.",
+        read_by="backend.tensor_parallel.dropout",
+    )
+    attention_dropout: float = option(
+        "share of attention probabilities dropped in training",
+        default=0.0,
+        minimum=0,
+        below=1,
+        read_by="backend.model.attention_core",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,15 +354,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         for name, value in counts.items():
             if not _is_count(value):
                 yield name, f"{name}={value!r} must be a whole number of at least 1."
-        choices = (
-            ("activation", ACTIVATIONS),
-            ("norm", NORMS),
-            ("position", POSITIONS),
-            ("rope_scaling", ROPE_SCALINGS),
-            ("router_scores", ROUTER_SCORES),
-            ("router_group_scores", GROUP_SCORES),
-        )
-        for name, known in choices:
+        for name, known in option_choices(ModelSpec).items():
             if (value := getattr(self, name)) not in known:
                 yield name, f"{name}={value!r} is not one of {', '.join(known)}{did_you_mean(str(value), known)}"
         for name in ("norm_eps", "rope_theta"):

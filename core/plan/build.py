@@ -12,6 +12,7 @@ from ..base.errors import PlanError, Problem, ShardproofError, did_you_mean
 from ..base.files import read_text
 from ..base.findings import NOWHERE
 from ..base.names import one_line
+from ..base.option import limit_complaint
 from ..base.units import SIZE_RULE, size_of
 from ..layout.layout import Layout
 from ..machine.cluster import ClusterSpec
@@ -31,7 +32,7 @@ SET_IN_PLAN = "set in the plan"
 
 
 def plan_sections(values: Values, source: str) -> dict[str, Any]:
-    """Section -> noun of the plan that `values` describe.
+    """Section -> noun of the plan that `values` describe, all sections; the rules have been asked about them.
 
     Raises `PlanError` with all problems, each opened by where its value was given.
     """
@@ -319,16 +320,7 @@ def key_complaint(key: Key, value: Any) -> str:
             what = written if key.type != "list of texts" else f"{written}: {choice!r}"
             legal = key.legal if key.listed else f"one of {', '.join(key.choices)}"
             return f"{what} is not {legal}{did_you_mean(str(choice), key.choices)}"
-    for number in value if key.type == "two floats" else [value] if key.type in ("int", "float") else []:
-        if key.minimum is not None and number < key.minimum:
-            return f"{written} must be at least {key.minimum} ({key.doc})."
-        if key.above is not None and number <= key.above:
-            return f"{written} must be above {key.above} ({key.doc})."
-        if key.maximum is not None and number > key.maximum:
-            return f"{written} must be at most {key.maximum} ({key.doc})."
-        if key.below is not None and number >= key.below:
-            return f"{written} must be below {key.below} ({key.doc})."
-    complaint = beyond(key.section, key.attribute or key.name, value)
+    complaint = limit_complaint(value, vars(key)) or beyond(key.attribute or key.name, value, key.bound)
     return f"{written} {complaint} ({key.doc})." if complaint else ""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..base.errors import did_you_mean
 from ..base.names import one_line
 from .build import Draft, key_complaint
-from .keys.modules import MODULE_KEYS
+from .keys import MODULE_KEYS
 from .module import OWN_SECTIONS, Module
 from .rules import BrokenRule, broken_rules
 from .toml import Given, Values, module_section, num_modules

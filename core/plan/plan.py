@@ -78,6 +78,14 @@ class Plan:
         if broken := broken_rules({section: getattr(self, section) for section in self.ruled}):
             raise PlanError([Problem(each.sentence, each.rule.keys[0]) for each in broken])
 
+    @staticmethod
+    def of_checked(sections: Mapping[str, Any]) -> Plan:
+        """The plan of these sections, all of them, which are known to obey the rules: they are not asked again."""
+        assert sections.keys() == {entry.name for entry in fields(Plan)}
+        made = object.__new__(Plan)
+        made.__dict__.update(sections)
+        return made
+
     @property
     def ruled(self) -> tuple[str, ...]:
         """The sections that the rules are asked about: all of them."""
@@ -455,7 +463,7 @@ class ModularPlan:
 def build_plan(values: Values, source: str) -> Plan:
     """The plan of one model that `values` describe. Raises `PlanError` with all problems, each with
     where its value was given."""
-    return Plan(**plan_sections(values, source))
+    return Plan.of_checked(plan_sections(values, source))
 
 
 AnyPlan = Plan | ModularPlan

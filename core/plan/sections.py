@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Literal, get_args
 
-from ..base.bounds import Bounded
+from ..base.bounds import DEVICES, FACTOR, LAYERS, SEQUENCES, TABLE, TOKENS, Bound
+from ..base.option import Bounded, noun, option
+from ..schedule import CATALOG
 
 ProfileName = Literal[
     "shardproof",
@@ -40,189 +42,491 @@ Megatron-Core has for experts only), the up-projections of latent attention, the
 its experts, the shared experts."""
 
 
-@dataclass(frozen=True)
+@noun()
 class Runtime:
-    """Whose memory and overlap behaviour is modelled, and what of it the run does differently; None is as the profile.
+    """Whose memory and overlap behaviour is modelled, and what of it the run does differently; None is as the
+    profile."""
 
-    `attention` is one fused kernel (the best there is, FlashAttention 1 or 2, or Triton's) or products with all scores
-    in memory; `compile` fuses elementwise kernels; `tp_comm_overlap` and `p2p_overlap` run tensor-parallel collectives
-    and messages between stages during products; `cuda_graphs` launches a stage's kernels as one; `scatter_gather` sends
-    messages that all tensor-parallel ranks hold in parts; with `launch_blocking` the host waits for every kernel
-    (CUDA_LAUNCH_BLOCKING=1); `fused_loss` writes the gradient of the loss over the logits instead of keeping an fp32
-    softmax; `dropout` says whether a stack drops elements of residuals and attention probabilities where the model
-    names no share (Megatron-LM does). `context_parallel` says how keys and values reach the other ranks of a sequence:
-    all at once, or from neighbour to neighbour. `ep_comm_overlap` runs the exchanges of tokens between experts during
-    the computation of another microbatch (our own backend all exchanges of a layer, in the pairs of a schedule);
-    `dispatch_once` sends a token once to each node, inside a node once to each device, and not once to each of its
-    experts (DeepEP, HybridEP). `amax_reduction` says which ranks agree on the largest magnitudes of fp8 operands after
-    every pass of a stage: none (scales of the tensors at hand), those of one replica of the model, or of all replicas
-    (delayed scaling, Megatron-Core with and without `tp_only_amax_red`).
+    profile: ProfileName = option(
+        "whose memory and overlap behaviour is modelled",
+        default="shardproof",
+        listed="profiles",
+        read_by="simulator.stack.profiles",
+    )
+    attention: Literal["fused", "flash-1", "flash-2", "triton", "unfused"] | None = option(
+        "one kernel, or products with scores in memory",
+        default=None,
+        default_note="as the profile",
+        more=(
+            "`fused` is the best kernel there is, `flash-1` and `flash-2` are FlashAttention 1 and 2, and `triton` is "
+            "Triton's."
+        ),
+        read_by="simulator.stack.profiles",
+    )
+    compile: bool | None = option(
+        "a compiler fuses elementwise kernels",
+        default=None,
+        default_note="as the profile",
+        read_by="simulator.stack.profiles",
+    )
+    tp_comm_overlap: bool | None = option(
+        "tensor-parallel collectives overlap with products",
+        default=None,
+        default_note="as the profile",
+        read_by="simulator.stack.profiles",
+    )
+    p2p_overlap: bool | None = option(
+        "messages between stages overlap with products",
+        default=None,
+        default_note="as the profile",
+        read_by="simulator.stack.profiles",
+    )
+    p2p_batched: bool | None = option(
+        "without p2p_overlap: neighbouring messages of a rank's list begin together, not one by one",
+        default=None,
+        default_note="true",
+        more="Both are modelled in the same way.",
+        read_by="backend.pipeline.row_messages",
+    )
+    cuda_graphs: bool | None = option(
+        "the kernels of an action are launched as one",
+        default=None,
+        default_note="as the profile",
+        read_by="simulator.stack.profiles",
+    )
+    ep_comm_overlap: bool | None = option(
+        "tokens are exchanged between experts during another microbatch's products",
+        default=None,
+        default_note="as the profile",
+        more="Our own backend overlaps all exchanges of a layer, in the pairs of a schedule.",
+        read_by="simulator.stack.profiles",
+    )
+    context_parallel: Literal["all_gather", "ring"] | None = option(
+        "how keys and values reach the ranks that have other parts of a sequence",
+        default=None,
+        default_note="as the profile",
+        more="All at once, or from neighbour to neighbour.",
+        read_by="core.program.attention",
+    )
+    dispatch_once: bool | None = option(
+        "a token goes once to each node (or device of a node), not to each of its experts",
+        default=None,
+        default_note="as the profile",
+        more="It goes once to each node, and inside a node once to each device (DeepEP, HybridEP).",
+        read_by="simulator.stack.profiles",
+    )
+    amax_reduction: Literal["none", "model", "replicas"] | None = option(
+        (
+            "fp8: ranks that agree on the largest magnitudes after every pass, of one replica or of all (delayed "
+            "scaling)"
+        ),
+        default=None,
+        default_note="as the profile",
+        more=(
+            "`none` scales by the tensors at hand; Megatron-Core has the other two with and without `tp_only_amax_red`."
+        ),
+        read_by="simulator.stack.profiles",
+    )
+    _: KW_ONLY
+    scatter_gather: bool | None = option(
+        "messages that all tp ranks hold cross nodes in tp parts",
+        default=None,
+        default_note="as the profile",
+        read_by="simulator.stack.profiles",
+    )
+    trim_padding: bool = option(
+        "microbatches of padded documents end with their longest one",
+        default=False,
+        more=(
+            "They end in whole blocks of tokens: layers and messages are as long as that document, and no bit of the "
+            "result changes. What is modelled is the whole sequence."
+        ),
+        read_by="backend.ranks.batches",
+    )
+    launch_blocking: bool | None = option(
+        "the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)",
+        default=None,
+        default_note="as the profile",
+        read_by="simulator.stack.profiles",
+    )
+    dropout: bool | None = option(
+        "residuals and attention probabilities pass a dropout, whose share the model need not name",
+        default=None,
+        default_note="as the profile",
+        more="Megatron-LM does so.",
+        read_by="simulator.stack.profiles",
+    )
+    fused_loss: bool | None = option(
+        "the loss keeps no fp32 softmax",
+        default=None,
+        default_note="as the profile",
+        more="It writes the gradient of the loss over the logits instead.",
+        read_by="simulator.memory.profiles",
+    )
 
-    Where messages between stages do not overlap with products, `p2p_batched` says whether those that follow each other
-    in a rank's list begin together (as without it) or one ends before the next begins; both are modelled in the same
-    way. With `trim_padding` a microbatch of padded documents ends with its longest one, in whole blocks of tokens:
-    layers and messages are as long as it is, and no bit of the result changes; what is modelled is the whole sequence.
-    """
 
-    profile: ProfileName = "shardproof"
-    attention: Literal["fused", "flash-1", "flash-2", "triton", "unfused"] | None = None
-    compile: bool | None = None
-    tp_comm_overlap: bool | None = None
-    p2p_overlap: bool | None = None
-    p2p_batched: bool | None = None
-    cuda_graphs: bool | None = None
-    scatter_gather: bool | None = None
-    launch_blocking: bool | None = None
-    fused_loss: bool | None = None
-    dropout: bool | None = None
-    context_parallel: Literal["all_gather", "ring"] | None = None
-    ep_comm_overlap: bool | None = None
-    dispatch_once: bool | None = None
-    amax_reduction: Literal["none", "model", "replicas"] | None = None
-    trim_padding: bool = False
-
-
-@dataclass(frozen=True)
+@noun()
 class Batch(Bounded, section="batch"):
     """Sequences per optimizer step, sequences per microbatch, tokens per sequence."""
 
-    global_size: int
-    micro_size: int
-    sequence: int
+    global_size: int = option(
+        "sequences per optimizer step", key="global", minimum=1, bound=SEQUENCES, read_by="core.plan.plan"
+    )
+    micro_size: int = option(
+        "sequences per microbatch", key="micro", minimum=1, bound=SEQUENCES, default_note="1", read_by="core.plan.plan"
+    )
+    sequence: int = option("tokens per sequence", minimum=1, bound=TOKENS, read_by="core.program.tensors")
 
 
-@dataclass(frozen=True)
+@noun()
 class Precision(Bounded, section="precision"):
-    """Number format of weights and activations in products; optimizer state is fp32.
+    """Number formats, and how losses are scaled with fp16.
 
-    `gradient_dtype` is the format in which gradients are accumulated and reduced; None is as the profile. `scaling`
-    says how far one scale of fp8 operands reaches: a tensor, a row or column, or 32 numbers of one (mxfp8); None is as
-    the profile. Only torchtitan's are modelled apart (`simulator.stack.casts`).
-
-    With fp16 the losses that gradients are taken of are scaled: by `loss_scale`, or where that is None by what begins
-    at `initial_loss_scale`, halves after `loss_scale_hysteresis` overflows, down to `min_loss_scale`, and doubles after
+    The losses that gradients are taken of are scaled by `loss_scale`, or where that is None by what begins at
+    `initial_loss_scale`, halves after `loss_scale_hysteresis` overflows, down to `min_loss_scale`, and doubles after
     `loss_scale_window` steps without any (`backend.base.loss_scale`).
     """
 
-    dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
-    gradient_dtype: Literal["fp32", "bf16"] | None = None
-    loss_scale: float | None = None
-    initial_loss_scale: float = 4096.0
-    min_loss_scale: float = 1.0
-    loss_scale_window: int = 1000
-    loss_scale_hysteresis: int = 2
-    scaling: Literal["tensor", "row", "block"] | None = None
+    dtype: Literal["fp32", "bf16", "fp16", "fp8"] = option(
+        "number format of products",
+        default="bf16",
+        more="It is that of weights and activations; optimizer state is fp32.",
+        read_by="core.program.tensors",
+    )
+    gradient_dtype: Literal["fp32", "bf16"] | None = option(
+        "format of reduced gradients",
+        default=None,
+        default_note="as the profile",
+        more="They are accumulated in it too.",
+        read_by="simulator.stack.profiles",
+    )
+    loss_scale: float | None = option(
+        "with fp16: factor of the loss",
+        default=None,
+        above=0,
+        default_note="adapts itself",
+        read_by="backend.base.loss_scale",
+    )
+    initial_loss_scale: float = option(
+        "with fp16: the factor that adapting begins with", default=4096.0, above=0, read_by="backend.base.loss_scale"
+    )
+    min_loss_scale: float = option(
+        "with fp16: the smallest factor", default=1.0, above=0, read_by="backend.base.loss_scale"
+    )
+    loss_scale_window: int = option(
+        "with fp16: steps without an overflow until the factor doubles",
+        default=1000,
+        minimum=1,
+        read_by="backend.base.loss_scale",
+    )
+    loss_scale_hysteresis: int = option(
+        "with fp16: overflows until the factor halves", default=2, minimum=1, read_by="backend.base.loss_scale"
+    )
+    scaling: Literal["tensor", "row", "block"] | None = option(
+        "with fp8 in torchtitan: how far a scale reaches",
+        default=None,
+        default_note="tensor",
+        more=(
+            "A scale is that of a tensor, of a row or column, or of 32 numbers of one (mxfp8). Only torchtitan's are "
+            "modelled apart (`simulator.stack.casts`)."
+        ),
+        read_by="simulator.stack.profiles",
+    )
 
 
-@dataclass(frozen=True)
+@noun()
 class Recompute(Bounded, section="recompute"):
-    """`selective` recomputes `modules` of every layer, `full` keeps only each layer's input. In torchtitan `selective`
-    goes by operations: it keeps the results of every second product and, unless `modules` names it, of the attention
-    core, and repeats all else (`modules = ["norm"]` says no more than that).
+    """What the backward pass computes again. `num_layers` or `layers` limit `full`; without either it is all layers."""
 
-    `num_layers` limits `full` to the first so many layers of every stage, `layers` to those with these numbers, counted
-    from 0 over the model; without either it is all of them. With `distribute` each tensor-parallel rank keeps its part
-    of such an input only, and the ranks gather it for the backward (Megatron-LM's `--distribute-saved-activations`).
-    """
+    mode: Literal["none", "selective", "full"] = option(
+        "what the backward pass computes again",
+        default="none",
+        more=(
+            "`selective` recomputes `modules` of every layer, `full` keeps only each layer's input. In torchtitan "
+            "`selective` goes by operations: it keeps the results of every second product and, unless `modules` names "
+            'it, of the attention core, and repeats all else (`modules = ["norm"]` says no more than that).'
+        ),
+        read_by="core.program.recompute",
+    )
+    num_layers: int | None = option(
+        "with full: so many layers of each stage",
+        default=None,
+        minimum=0,
+        bound=LAYERS,
+        default_note="all",
+        more="They are the first of the stage.",
+        read_by="core.program.recompute",
+    )
+    _: KW_ONLY
+    layers: tuple[int, ...] | None = option(
+        "with full: only these layers",
+        default=None,
+        bound=LAYERS,
+        default_note="all",
+        more="They are counted from 0 over the model.",
+        read_by="core.program.recompute",
+    )
+    distribute: bool = option(
+        "with full: tensor-parallel ranks keep a part of each input",
+        default=False,
+        more="The ranks gather it for the backward (Megatron-LM's `--distribute-saved-activations`).",
+        read_by="core.program.recompute",
+    )
+    modules: tuple[str, ...] = option(
+        "with selective: parts of a layer",
+        default=("core_attn",),
+        choices=RECOMPUTE_MODULES,
+        more="`norm` is Megatron-Core's `layernorm`.",
+        read_by="core.program.recompute",
+    )
 
-    mode: Literal["none", "selective", "full"] = "none"
-    num_layers: int | None = None
-    modules: tuple[str, ...] = ("core_attn",)
-    layers: tuple[int, ...] | None = None
-    distribute: bool = False
 
-
-@dataclass(frozen=True)
+@noun()
 class ScheduleChoice(Bounded, section="schedule"):
-    """A catalog name, or a CSV file that replaces it.
+    """A catalog name, or a CSV file that replaces it."""
 
-    `max_active_stages` lets ZeRO-3 gather whole stages by UNSHARD, so many at a time, as torch.distributed.pipelining
-    does; without it every F and B gathers its layers one by one.
-    """
+    name: str = option("pipeline schedule", default="1F1B", choices=tuple(CATALOG), read_by="core.plan.schedule_choice")
+    file: str | None = option(
+        "a schedule CSV instead of a name", default=None, kind="path", read_by="core.plan.schedule_choice"
+    )
+    max_active_stages: int | None = option(
+        "zero=3 gathers whole stages, so many at a time",
+        default=None,
+        minimum=1,
+        bound=LAYERS,
+        default_note="layer by layer",
+        more=(
+            "They are gathered by UNSHARD, as torch.distributed.pipelining does; without it every F and B gathers its "
+            "layers one by one."
+        ),
+        read_by="core.plan.schedule_choice",
+    )
 
-    name: str = "1F1B"
-    file: str | None = None
-    max_active_stages: int | None = None
 
-
-@dataclass(frozen=True)
+@noun()
 class Numerics(Bounded, section="numerics"):
     """`exact` makes bits independent of the layout; `fast` uses the library's products and collectives.
     Blocks are leaf sizes."""
 
-    mode: Literal["exact", "fast"] = "fast"
-    gradient_token_block: int | None = None
-    reduction_token_block: int | None = None
-    ffn_block: int | None = None
-    vocab_block: int | None = None
+    mode: Literal["fast", "exact"] = option(
+        "exact: bits independent of the layout", default="fast", read_by="backend.numerics"
+    )
+    gradient_token_block: int | None = option(
+        "tokens per leaf of weight gradients",
+        default=None,
+        minimum=1,
+        default_note="128, at most the sequence",
+        read_by="core.plan.plan",
+    )
+    reduction_token_block: int | None = option(
+        "tokens per leaf of norm and bias gradients",
+        default=None,
+        minimum=1,
+        default_note="32, at most the former",
+        read_by="core.plan.plan",
+    )
+    ffn_block: int | None = option(
+        "MLP units per leaf",
+        default=None,
+        minimum=1,
+        default_note="fine enough for every tp up to 8",
+        read_by="core.plan.plan",
+    )
+    vocab_block: int | None = option(
+        "vocabulary rows per leaf",
+        default=None,
+        minimum=1,
+        default_note="fine enough for every tp up to 8",
+        read_by="core.plan.plan",
+    )
 
 
-@dataclass(frozen=True)
+@noun()
 class Optimizer(Bounded, section="optimizer"):
     """AdamW (Loshchilov & Hutter 2019) and global-norm clipping; `clip_grad_norm=0` turns clipping off."""
 
-    name: Literal["adamw"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_grad_norm: float = 1.0
+    name: Literal["adamw"] = option(
+        "the optimizer",
+        default="adamw",
+        read_by="backend.base.optimizer",
+    )
+    betas: tuple[float, float] = option(
+        "decay of the moment estimates",
+        default=(0.9, 0.95),
+        minimum=0,
+        below=1,
+        bound=FACTOR,
+        read_by="backend.base.optimizer",
+    )
+    eps: float = option(
+        "added to the root of the second moment", default=1e-8, above=0, bound=FACTOR, read_by="backend.base.optimizer"
+    )
+    weight_decay: float = option(
+        "decoupled weight decay", default=0.1, minimum=0, bound=FACTOR, read_by="backend.base.optimizer"
+    )
+    clip_grad_norm: float = option(
+        "largest global gradient norm; 0 turns clipping off",
+        default=1.0,
+        minimum=0,
+        bound=FACTOR,
+        read_by="backend.ranks.training_rank",
+    )
 
 
-@dataclass(frozen=True)
+@noun()
 class DataParallel(Bounded, section="data_parallel"):
-    """How gradients are added up and parameters spread over data-parallel ranks; None is as the profile.
+    """How gradients are added up and parameters spread over data-parallel ranks; None is as the profile."""
 
-    `overlap_grad_reduce` reduces buckets of `bucket_bytes` under the last backward passes, `overlap_param_gather`
-    gathers updated parameters under the first forward passes. `check_gradients` looks each bucket through for NaN
-    before it is reduced, for which the host waits (Megatron's `check_for_nan_in_grad`). `shard` is the size of the
-    groups that ZeRO shards over (hybrid sharding); None is all data-parallel ranks. `library` is whose code keeps
-    parameters in parts: ours, or torch's `fully_shard` (FSDP2).
-    """
+    overlap_grad_reduce: bool | None = option(
+        "gradients are reduced under the last backward passes",
+        default=None,
+        default_note="as the profile",
+        read_by="simulator.stack.profiles",
+    )
+    overlap_param_gather: bool | None = option(
+        "parameters are gathered under the first forward passes",
+        default=None,
+        default_note="as the profile",
+        read_by="simulator.stack.profiles",
+    )
+    bucket_bytes: int | None = option(
+        "gradients that are reduced at a time",
+        default=None,
+        minimum=1,
+        default_note="as the profile",
+        read_by="simulator.stack.profiles",
+    )
+    check_gradients: bool | None = option(
+        "the host waits for each bucket to be looked through for NaN",
+        default=None,
+        default_note="as the profile",
+        more="It does so before the bucket is reduced (Megatron's `check_for_nan_in_grad`).",
+        read_by="simulator.stack.profiles",
+    )
+    shard: int | None = option(
+        "ranks that ZeRO shards over (hybrid sharding)",
+        default=None,
+        minimum=1,
+        bound=DEVICES,
+        default_note="all data-parallel ranks",
+        read_by="core.program.holdings",
+    )
+    library: Literal["shardproof", "torch"] = option(
+        "with zero=2 or 3: whose code keeps parameters in parts (torch: its fully_shard, FSDP2)",
+        default="shardproof",
+        read_by="backend.ranks.training_rank",
+    )
 
-    overlap_grad_reduce: bool | None = None
-    overlap_param_gather: bool | None = None
-    bucket_bytes: int | None = None
-    check_gradients: bool | None = None
-    shard: int | None = None
-    library: Literal["shardproof", "torch"] = "shardproof"
 
-
-@dataclass(frozen=True)
+@noun()
 class Train(Bounded, section="train"):
-    """What `train` and `verify --dynamic` run. `data` is a text file, a folder, or `python-stdlib`.
+    """What `train` and `verify --dynamic` run.
 
-    `label_smoothing` and `z_loss` change what is minimised (`backend.tensor_parallel.cross_entropy.LossChoice`), not
-    held-out losses. Tokens whose target is `ignore_token` count for nothing, also in the mean: a batch then has as many
-    tokens as have other targets. With `packed` a sequence is made of documents: attention sees no earlier one, and
-    positions begin again with each. With `padded` it is one document, cut where it is too long and else filled up with
-    `ignore_token`, which counts for nothing. Weights start from `seed`, or are those of the Hugging Face folder `load`.
-
-    `mtp_loss_weight` is the share of multi-token prediction in what is minimised, the mean over its modules
-    (DeepSeek-V3, equation 25).
-
-    `router_aux_loss` and `router_z_loss` are factors of what every router adds to the loss, `router_jitter` the largest
-    share by which a router's inputs are scaled at random, and `expert_bias_rate` what a step adds to the bias of an
-    expert that had less than its even share of the tokens, or takes from one that had more (`backend.model.router`).
-
-    When no rank has ended an action for `timeout_s`, all are ended, and what each was waiting for is reported.
+    Smoothing, z losses and multi-token prediction change what is minimised
+    (`backend.tensor_parallel.cross_entropy.LossChoice`), not held-out losses.
     """
 
-    steps: int = 20
-    data: str = "python-stdlib"
-    seed: int = 1234
-    learning_rate: float = 3e-4
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    ignore_token: int | None = None
-    packed: bool = False
-    padded: bool = False
-    load: str | None = None
-    mtp_loss_weight: float = 0.1
-    router_aux_loss: float = 0.0
-    router_z_loss: float = 0.0
-    router_jitter: float = 0.0
-    expert_bias_rate: float = 0.001
-    timeout_s: float = 1800.0
+    steps: int = option("optimizer steps", default=20, minimum=0, read_by="backend.trainer")
+    data: str = option(
+        "a text file, a folder, or python-stdlib", default="python-stdlib", kind="path", read_by="backend.ranks.batches"
+    )
+    _: KW_ONLY
+    load: str | None = option(
+        "a Hugging Face folder (config.json, safetensors): its weights",
+        default=None,
+        kind="path",
+        default_note="drawn from seed",
+        read_by="backend.ranks.training_rank",
+    )
+    seed: int = option("seed of weights and data order", default=1234, minimum=0, read_by="backend.ranks.batches")
+    learning_rate: float = option(
+        "constant learning rate", default=3e-4, minimum=0, bound=FACTOR, read_by="backend.ranks.training_rank"
+    )
+    packed: bool = option(
+        "attention and positions begin again with every document",
+        default=False,
+        more="Attention sees no earlier document.",
+        read_by="backend.ranks.batches",
+    )
+    padded: bool = option(
+        "a sequence is one document, filled up with ignore_token",
+        default=False,
+        more="It is cut where it is too long; what fills it up counts for nothing.",
+        read_by="backend.ranks.batches",
+    )
+    ignore_token: int | None = option(
+        "an id that is not learned: tokens with this target count for nothing",
+        default=None,
+        minimum=0,
+        bound=TABLE,
+        default_note="all count",
+        more="Also in the mean: a batch then has as many tokens as have other targets.",
+        read_by="backend.tensor_parallel.cross_entropy",
+    )
+    mtp_loss_weight: float = option(
+        "weight of multi-token prediction's mean loss",
+        default=0.1,
+        minimum=0,
+        bound=FACTOR,
+        more="The mean is over its modules (DeepSeek-V3, equation 25).",
+        read_by="backend.model.multi_token",
+    )
+    label_smoothing: float = option(
+        "share of the target spread over the whole vocabulary",
+        default=0.0,
+        minimum=0,
+        below=1,
+        bound=FACTOR,
+        more="Held-out losses are without it.",
+        read_by="backend.tensor_parallel.cross_entropy",
+    )
+    z_loss: float = option(
+        "factor of (log Z)^2 in every token's loss, Z the sum of exp(logits)",
+        default=0.0,
+        minimum=0,
+        bound=FACTOR,
+        more="Held-out losses are without it.",
+        read_by="backend.tensor_parallel.cross_entropy",
+    )
+    router_aux_loss: float = option(
+        "factor of the loss for unequally busy experts, per sequence",
+        default=0.0,
+        minimum=0,
+        bound=FACTOR,
+        read_by="backend.model.router",
+    )
+    router_z_loss: float = option(
+        "factor of (log Z)^2 of every router's logits",
+        default=0.0,
+        minimum=0,
+        bound=FACTOR,
+        read_by="backend.model.router",
+    )
+    router_jitter: float = option(
+        "a router's inputs are scaled by up to 1 - and 1 + this",
+        default=0.0,
+        minimum=0,
+        below=1,
+        bound=FACTOR,
+        more="By how much is drawn at random.",
+        read_by="backend.model.router",
+    )
+    expert_bias_rate: float = option(
+        "what a step adds to or takes from an expert's bias",
+        default=0.001,
+        minimum=0,
+        bound=FACTOR,
+        more="It adds where an expert had less than its even share of the tokens, and takes where it had more.",
+        read_by="backend.ranks.training_rank",
+    )
+    timeout_s: float = option(
+        "without any rank ending an action, after which all are ended",
+        default=1800.0,
+        above=0,
+        bound=Bound(1e8, "three years; what waits for threads counts in 64-bit nanoseconds", least=1e-3),
+        more="What each was waiting for is reported.",
+        read_by="backend.trainer",
+    )
 
     @property
     def adds_router_losses(self) -> bool:
@@ -230,14 +534,25 @@ class Train(Bounded, section="train"):
         return self.router_aux_loss > 0 or self.router_z_loss > 0
 
 
-@dataclass(frozen=True)
+@noun()
 class Checkpoint(Bounded, section="checkpoint"):
-    """Where training saves all that it goes on from (`backend.checkpoint`); None is nowhere.
+    """Where training saves all that it goes on from (`backend.checkpoint`), and how often; None is nowhere."""
 
-    It does so after its last step and, with `every`, after each step that `every` divides. The newest
-    `keep` stay; None keeps all.
-    """
-
-    folder: str | None = None
-    every: int | None = None
-    keep: int | None = None
+    folder: str | None = option(
+        "where training saves what it can go on from",
+        default=None,
+        kind="path",
+        default_note="nowhere",
+        read_by="backend.checkpoint.resume",
+    )
+    every: int | None = option(
+        "steps between two checkpoints",
+        default=None,
+        minimum=1,
+        default_note="one after the last step",
+        more="There is one after the last step too.",
+        read_by="backend.checkpoint.saver",
+    )
+    keep: int | None = option(
+        "how many of the newest stay", default=None, minimum=1, default_note="all", read_by="backend.checkpoint.saver"
+    )

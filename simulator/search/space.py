@@ -200,9 +200,7 @@ def _with_zero(plan: Plan, space: SearchSpace, pinned: Pinned, schedule: str, ze
 def _changed(plan: Plan, **nouns: Any) -> Plan:
     """The plan with nouns that are known to obey the rules: as `dataclasses.replace`, which would check
     all of them every time."""
-    made = object.__new__(Plan)
-    made.__dict__.update({name: nouns[name] if name in nouns else getattr(plan, name) for name in _NOUNS})
-    return made
+    return Plan.of_checked({name: nouns[name] if name in nouns else getattr(plan, name) for name in _NOUNS})
 
 
 _NOUNS = tuple(entry.name for entry in fields(Plan))

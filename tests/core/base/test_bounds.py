@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shardproof.core.base.bounds import beyond, shown
+from shardproof.core.base.bounds import DEVICES, beyond, shown
 from shardproof.core.base.errors import ModelError, PlanError
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.stages import num_mtp_written
@@ -102,4 +102,4 @@ def test_nouns_made_in_python_and_by_a_config_have_the_same_bounds() -> None:
 
 def test_values_are_repeated_shortly() -> None:
     assert shown(10**5000) == "a whole number of 5001 digits" and len(shown("x" * 10**6)) < 200
-    assert beyond("layout", "tp", 2**20) == "" and beyond("layout", "tp", 2**20 + 1)
+    assert beyond("tp", 2**20, DEVICES) == "" and beyond("tp", 2**20 + 1, DEVICES)

@@ -16,7 +16,7 @@ from helpers.paths import EXAMPLES
 from shardproof import ModularPlan, Plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.keys.modules import MODULE_KEYS
+from shardproof.core.plan.keys import MODULE_KEYS
 from shardproof.core.plan.module import ModuleLayout
 from shardproof.core.plan.rules import RULES
 from shardproof.core.plan.schedule_of import modular_schedule, part_schedule

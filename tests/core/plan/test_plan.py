@@ -7,14 +7,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import shardproof.core.plan.build as build_module
+import shardproof.core.plan.plan as plan_module
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
 from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
-from shardproof.core.plan.keys import KEYS, NOUNS
-from shardproof.core.plan.keys.modules import MODULE_KEYS
+from shardproof.core.plan.keys import KEYS, MODULE_KEYS, NOUNS
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.rules import RULES
+from shardproof.core.plan.rules import RULES, broken_rules
 from shardproof.core.plan.sections import (
     Batch,
     DataParallel,
@@ -125,7 +126,7 @@ def plans(draw) -> Plan:
     )
     vpp, zero = 2 if interleaved else 1, draw(st.integers(0, 3))
     split = etp is not None  # experts cut otherwise than attention need tokens that are cut, too
-    layout = Layout(tp, pp, dp, cp, ep, etp, vpp, sequence_parallel=split, zero=zero, order=order, stages=stages)
+    layout = Layout(tp, pp, dp, cp, ep, etp, vpp=vpp, sequence_parallel=split, zero=zero, order=order, stages=stages)
     cluster = cluster_preset(draw(st.sampled_from(sorted(CLUSTER_PRESETS))), layout.world_size)
     assume(cluster.num_devices <= cluster.devices_per_node or cluster.num_devices % cluster.devices_per_node == 0)
     if draw(st.booleans()):
@@ -709,3 +710,18 @@ def test_whatever_values_keys_get_the_answer_is_a_plan_or_located_problems(chang
         assert all(problem.startswith("plan.toml:") for problem in error.problems)
     else:
         assert Plan.from_toml(plan.to_toml()) == plan
+
+
+def test_the_rules_are_asked_once_about_a_plan_that_is_read(monkeypatch):
+    asked = []
+
+    def counted(sections):
+        asked.append(sections)
+        return broken_rules(sections)
+
+    for module in (plan_module, build_module):
+        monkeypatch.setattr(module, "broken_rules", counted)
+    plan = Plan.from_toml(GPT3)
+    assert len(asked) == 1
+    assert asked[0].keys() == {entry.name for entry in dataclasses.fields(Plan)}
+    assert dataclasses.replace(plan, train=plan.train) == plan and len(asked) == 2
