@@ -29,9 +29,7 @@ class Problem(str):
     place: Location
     origin: str
 
-    def __new__(
-        cls, sentence: str, key: str | None = None, place: Location = NOWHERE, *, origin: str = ""
-    ) -> Problem:
+    def __new__(cls, sentence: str, key: str | None = None, place: Location = NOWHERE, *, origin: str = "") -> Problem:
         problem = super().__new__(cls, f"{origin}: {sentence}" if origin else sentence)
         problem.sentence, problem.key, problem.place, problem.origin = sentence, key, place, origin
         return problem
