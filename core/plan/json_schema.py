@@ -60,7 +60,7 @@ def _type(key: Key) -> dict[str, Any]:
     text: dict[str, Any] = {"type": "string", "minLength": 1} | ({"enum": [*key.choices]} if key.choices else {})
     whole, real = ({"type": kind} | _limits(key, whole=kind == "integer") for kind in ("integer", "number"))
     rate = {**real, "exclusiveMinimum": 0}
-    return {
+    types: dict[str, dict[str, Any]] = {
         "int": whole,
         "float": real,
         "size": {"type": ["string", "number"]},
@@ -72,7 +72,8 @@ def _type(key: Key) -> dict[str, Any]:
         "list of texts": {"type": "array", "items": text},
         "table of rates": {"type": "object", "additionalProperties": rate},
         "table of texts": {"type": "object", "additionalProperties": {"type": "string"}},
-    }[key.type]
+    }
+    return types[key.type]
 
 
 def _limits(key: Key, *, whole: bool) -> dict[str, float]:
