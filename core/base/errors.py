@@ -8,20 +8,51 @@ import linecache
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .findings import NOWHERE, Location
+
 TRACEBACK_VARIABLE = "SHARDPROOF_TRACEBACK"
 """In the environment it has the command line print tracebacks."""
 
 
+class Problem(str):
+    """One thing that is wrong with what a user gave. As a text it is what is printed: the `origin`, where the value was
+    given, such as `plan.toml:12` or `--tp`, and the `sentence` that says what is wrong.
+
+    `key` is the key of a plan that it is about (`layout.tp`), None where unknown; `place` the line of a file.
+
+    >>> Problem("tp=5 is odd.", "layout.tp", Location("plan.toml", 12), origin="plan.toml:12")
+    'plan.toml:12: tp=5 is odd.'
+    """
+
+    sentence: str
+    key: str | None
+    place: Location
+    origin: str
+
+    def __new__(cls, sentence: str, key: str | None = None, place: Location = NOWHERE, *, origin: str = "") -> Problem:
+        problem = super().__new__(cls, f"{origin}: {sentence}" if origin else sentence)
+        problem.sentence, problem.key, problem.place, problem.origin = sentence, key, place, origin
+        return problem
+
+    def of(self, name: str) -> Problem:
+        """The same of a part of what was given, whose name goes before the sentence."""
+        return Problem(f"{name}: {self.sentence}", self.key, self.place, origin=self.origin)
+
+
 class ShardproofError(Exception):
-    """Any error that the user can do something about. The command line prints it and exits with 2."""
+    """Any error that the user can do something about. The command line prints it and exits with 2.
+
+    `problems` are all that was found, in file order; the message is all of them.
+    """
+
+    def __init__(self, problems: str | Iterable[str]):
+        given = (problems,) if isinstance(problems, str) else problems
+        self.problems = tuple(each if isinstance(each, Problem) else Problem(each) for each in given)
+        super().__init__("\n".join(self.problems))
 
 
 class PlanError(ShardproofError, ValueError):
-    """A plan breaks a rule. `problems` holds every problem found, in file order; the message is all of them."""
-
-    def __init__(self, problems: str | Iterable[str]):
-        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
-        super().__init__("\n".join(self.problems))
+    """A plan breaks rules."""
 
 
 class FileError(PlanError):
@@ -85,6 +116,10 @@ class InternalError(Exception):
 
 class RankDefect(RankFailure, InternalError):
     """A rank met an exception that nobody foresaw, in code of ours. The message names rank, action, layer and line."""
+
+    def __init__(self, message: str, global_rank: int | None = None, report: dict[str, object] | None = None):
+        super().__init__(message, global_rank, report)
+        self.problems = (Problem(str(self)),)
 
     def __str__(self) -> str:
         return f"{super().__str__()}. {self.ask}"

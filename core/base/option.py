@@ -4,7 +4,7 @@ editor must know."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import (
@@ -23,7 +23,7 @@ from typing import (
 )
 
 from .bounds import Bound, beyond, shown
-from .errors import PlanError
+from .errors import PlanError, Problem
 
 T = TypeVar("T")
 
@@ -140,9 +140,13 @@ def limit_complaint(value: Any, about: Mapping[str, Any]) -> str:
     return ""
 
 
+FieldProblem = tuple[str, str]
+"""The field of a noun that is wrong, and the sentence that says how."""
+
+
 class Bounded:
     """A noun of a plan whose numbers lie within their bounds: one that has others raises `problem_type`, with a
-    sentence for each that begins with `name=`. `section` is that of its keys."""
+    problem for each. `section` is that of its keys."""
 
     section: ClassVar[str]
     problem_type: ClassVar[type[PlanError]] = PlanError
@@ -154,9 +158,13 @@ class Bounded:
     def __post_init__(self) -> None:
         own: type = type(self)
         given = ((name, getattr(self, name), bound) for name, bound in _bounds(own))
-        complaints = [(name, value, beyond(name, value, bound)) for name, value, bound in given]
-        if problems := [f"{name}={shown(value)} {complaint}." for name, value, complaint in complaints if complaint]:
-            raise self.problem_type(problems)
+        complaints = ((name, value, beyond(name, value, bound)) for name, value, bound in given)
+        self._refuse((name, f"{name}={shown(value)} {words}.") for name, value, words in complaints if words)
+
+    def _refuse(self, problems: Iterable[FieldProblem]) -> None:
+        """Raises `problem_type` where there are problems, with the keys of their fields."""
+        if found := [Problem(sentence, f"{self.section}.{name}") for name, sentence in problems]:
+            raise self.problem_type(found)
 
 
 @cache

@@ -9,7 +9,8 @@ import tomllib
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from .errors import FileError
+from .errors import FileError, Problem
+from .findings import Location
 
 MOST_NESTED = 64
 """Lists and tables inside each other. Plans nest 4, a `config.json` 5."""
@@ -54,8 +55,9 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         raise _too_deep(source) from None
     except ValueError as error:
         place = re.search(r"line (\d+)", str(error)) if isinstance(error, tomllib.TOMLDecodeError) else None
-        line = place[1] if place else str(text.count("\n") + 1)
-        raise FileError(f"{source}:{line}: this is not TOML: {_reason(error)}.") from None
+        location = Location(source, int(place[1]) if place else text.count("\n") + 1)
+        problem = Problem(f"this is not TOML: {_reason(error)}.", place=location, origin=f"{source}:{location.line}")
+        raise FileError([problem]) from None
     _check_depth(tables, source)
     return tables
 

@@ -8,11 +8,10 @@ Setting an error message).
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from ..base.errors import PlanError, ShardproofError
+from ..base.errors import ShardproofError
 from ..base.files import read_text
 from ..base.findings import DEGREES, NOWHERE, Finding, Location
 from ..base.names import shortened
@@ -23,9 +22,6 @@ LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 
 WORKSPACE = "GITHUB_WORKSPACE"
 """The variable with the folder of the checkout, from which the paths of annotations count."""
-
-_AT_LINE = re.compile(r"(?P<file>[^\n:]+?)(?::(?P<line>\d+): |: line (?P<row>\d+) )")
-"""How messages begin that name a line of a file: `plan.toml:12: ...`, `schedule.csv: line 3 (rank 2), ...`."""
 
 
 def annotation(finding: Finding, location: Location = NOWHERE) -> str:
@@ -39,11 +35,8 @@ def annotation(finding: Finding, location: Location = NOWHERE) -> str:
 
 
 def error_annotations(verb: str, error: ShardproofError) -> Iterator[str]:
-    """One line for every problem of bad input, at the file and line that its message opens with."""
-    for problem in error.problems if isinstance(error, PlanError) else (str(error),):
-        found = _AT_LINE.match(problem)
-        location = NOWHERE if found is None else Location(found["file"], int(found["line"] or found["row"]))
-        yield _command("error", f"shardproof {verb}", problem, location)
+    """One line for every problem of bad input, at its file and line."""
+    return (_command("error", f"shardproof {verb}", problem, problem.place) for problem in error.problems)
 
 
 _SAID_BY = {

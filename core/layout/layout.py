@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import numpy as np
 
 from ..base.bounds import DEVICES, shown
 from ..base.errors import LayoutError
-from ..base.option import Bounded, noun, option
+from ..base.option import Bounded, FieldProblem, noun, option
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -119,32 +119,33 @@ class Layout(Bounded, section="layout", problem_type=LayoutError):
         degrees = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep", "vpp")} | {
             "etp": self.expert_tp
         }
-        problems = [
-            f"{name}={value!r} must be a whole number of at least 1."
+        self._refuse(
+            (name, f"{name}={value!r} must be a whole number of at least 1.")
             for name, value in degrees.items()
             if not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ]
-        if problems:
-            raise LayoutError(problems)
+        )
+        self._refuse(self._problems())
+
+    def _problems(self) -> Iterator[FieldProblem]:
         if self.zero not in (0, 1, 2, 3):
-            problems.append(f"zero={self.zero} is not a ZeRO stage. Use 0, 1, 2 or 3.")
+            yield "zero", f"zero={self.zero} is not a ZeRO stage. Use 0, 1, 2 or 3."
         if self.vpp > 1 and self.pp == 1:
-            problems.append(f"vpp={self.vpp} needs a pipeline, but pp=1. Set pp to 2 or more, or vpp=1.")
+            yield "vpp", f"vpp={self.vpp} needs a pipeline, but pp=1. Set pp to 2 or more, or vpp=1."
         axes = self.order.split("-")
         if sorted(set(axes)) != sorted(axes) or not set(axes) <= set(AXES):
-            problems.append(f"order={shown(self.order)} must name each of {'-'.join(AXES)} at most once.")
+            yield "order", f"order={shown(self.order)} must name each of {'-'.join(AXES)} at most once."
         else:
             missing = [axis for axis in AXES if axis not in axes and getattr(self, axis) > 1]
             if missing:
-                problems.append(f"order={shown(self.order)} does not name {', '.join(missing)}, whose size is above 1.")
+                yield "order", f"order={shown(self.order)} does not name {', '.join(missing)}, whose size is above 1."
         dense, expert = self.tp * self.cp * self.dp, self.expert_tp * self.ep
         if dense % expert:
-            problems.append(
+            divided = dense // math.gcd(dense, self.expert_tp)
+            yield (
+                "ep",
                 f"etp*ep={expert} does not divide tp*cp*dp={dense}, so experts cannot be laid over these ranks. "
-                f"Choose ep among the divisors of {dense // math.gcd(dense, self.expert_tp)}."
+                f"Choose ep among the divisors of {divided}.",
             )
-        if problems:
-            raise LayoutError(problems)
 
     @property
     def world_size(self) -> int:

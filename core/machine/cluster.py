@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.bounds import DEVICES, RATE, SECONDS, SHARE, Bound
 from ..base.errors import ClusterError
-from ..base.option import Bounded, limit_complaint, noun, option, option_choices
+from ..base.option import Bounded, FieldProblem, limit_complaint, noun, option, option_choices
 from ..base.units import SIZE_RULE, size_of
 
 if TYPE_CHECKING:
@@ -289,57 +289,52 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = [*self._limit_problems(), *self._curve_problems()]
+        self._refuse(self._problems())
+
+    def _problems(self) -> Iterator[FieldProblem]:
+        yield from self._limit_problems()
+        yield from self._curve_problems()
         if size_of(self.headroom, 1.0) is None:
-            problems.append(f"headroom={self.headroom!r}: {SIZE_RULE}")
+            yield "headroom", f"headroom={self.headroom!r}: {SIZE_RULE}"
         elif self.device_memory_bytes > 0 and self.headroom_bytes >= self.device_memory_bytes:
-            problems.append(
-                f"headroom={self.headroom} leaves nothing of device_memory_bytes={self.device_memory_bytes:.0f}."
-            )
+            all_bytes = f"device_memory_bytes={self.device_memory_bytes:.0f}"
+            yield "headroom", f"headroom={self.headroom} leaves nothing of {all_bytes}."
         for dtype, rate in self.peak_flops_per_s.items():
             if dtype not in DTYPES or not rate > 0:
-                problems.append(f"peak_flops_per_s={{{dtype} = {rate}}}: rates are above 0, for {', '.join(DTYPES)}.")
+                setting = f"peak_flops_per_s={{{dtype} = {rate}}}"
+                yield "peak_flops_per_s", f"{setting}: rates are above 0, for {', '.join(DTYPES)}."
         for name in ("matmul_efficiency_by_dtype", "sustained_share_by_dtype"):
             for dtype, share in getattr(self, name).items():
                 if dtype not in DTYPES or not 0 < share <= 1:
-                    problems.append(
-                        f"{name}={{{dtype} = {share}}}: shares are above 0 and at most 1, for {', '.join(DTYPES)}."
-                    )
+                    setting = f"{name}={{{dtype} = {share}}}"
+                    yield name, f"{setting}: shares are above 0 and at most 1, for {', '.join(DTYPES)}."
         for name in ("product_curve", "memory_curve"):
             for size, rate in getattr(self, name).items():
                 if not _is_size(size) or not rate > 0:
-                    problems.append(
-                        f"{name}={{{size!r} = {rate}}}: sizes are positive numbers as texts, rates are above 0."
-                    )
-        if problems:
-            raise ClusterError(problems)
+                    setting = f"{name}={{{size!r} = {rate}}}"
+                    yield name, f"{setting}: sizes are positive numbers as texts, rates are above 0."
 
-    def _limit_problems(self) -> Iterator[str]:
-        """A sentence for every number and name that is not within the limits of its option."""
+    def _limit_problems(self) -> Iterator[FieldProblem]:
+        """Every number and name that is not within the limits of its option."""
         choices = option_choices(ClusterSpec)
         for each in fields(self):
-            value, known = getattr(self, each.name), choices.get(each.name)
-            if known is not None and value not in known:
-                yield f"{each.name}={value!r} is not one of {', '.join(known)}."
+            name, value = each.name, getattr(self, each.name)
+            if name in choices and value not in choices[name]:
+                yield name, f"{name}={value!r} is not one of {', '.join(choices[name])}."
             elif complaint := limit_complaint(value, each.metadata):
-                yield f"{each.name}={value} {complaint}."
+                yield name, f"{name}={value} {complaint}."
 
-    def _curve_problems(self) -> list[str]:
-        problems = []
+    def _curve_problems(self) -> Iterator[FieldProblem]:
         for key, seconds in self.kernel_curve.items():
             if kernel_key(key) is None or not seconds > 0:
                 setting = f"kernel_curve={{{key!r} = {seconds}}}"
-                problems.append(
-                    f"{setting}: seconds are above 0, keys such as gelu-4096 or nt-64-64-64: a kernel and its sizes."
-                )
+                keys = "keys such as gelu-4096 or nt-64-64-64: a kernel and its sizes"
+                yield "kernel_curve", f"{setting}: seconds are above 0, {keys}."
         for key, seconds in self.collective_curve.items():
             if curve_key(key) is None or not seconds > 0:
                 setting = f"collective_curve={{{key!r} = {seconds}}}"
-                problems.append(
-                    f"{setting}: seconds are above 0, keys such as all_reduce-2-4096: {' '.join(MEASURED)}, ranks, "
-                    "bytes."
-                )
-        return problems
+                keys = f"keys such as all_reduce-2-4096: {' '.join(MEASURED)}, ranks, bytes"
+                yield "collective_curve", f"{setting}: seconds are above 0, {keys}."
 
     @cached_property
     def memo(self) -> dict[Any, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import ModelError, did_you_mean
+from ..base.errors import ModelError, Problem, did_you_mean
 from ..base.files import read_text
 from ..base.names import one_line
 from ..base.parsing import parse_json
@@ -48,7 +48,7 @@ def model_from_config(config: Config, *, name: str, source: str = "config.json")
         raise ModelError(f"{source}: {error.args[0]!r} is missing, which every {family} config has.") from error
     except ModelError as error:
         raise ModelError(
-            [problem if problem.startswith(source) else f"{source}: {problem}" for problem in error.problems]
+            [each if each.origin == source else Problem(each.sentence, origin=source) for each in error.problems]
         ) from error
 
 
@@ -367,4 +367,4 @@ def _window(config: Config, problems: list[str]) -> int:
 
 def _raise(problems: list[str], source: str) -> None:
     if problems:
-        raise ModelError([f"{source}: {problem}" for problem in problems])
+        raise ModelError([Problem(problem, origin=source) for problem in problems])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, fields
 from typing import Literal
 
 from ..base.bounds import EXPERTS, HEADS, LAYERS, TABLE, TOKENS, WIDTH, Bound
 from ..base.divisors import divisors
 from ..base.errors import ModelError, did_you_mean
-from ..base.option import Bounded, noun, option, option_choices
+from ..base.option import Bounded, FieldProblem, noun, option, option_choices
 
 _COUNTS = (
     "num_layers",
@@ -347,42 +347,38 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._refuse(self._problems())
+
+    def _problems(self) -> Iterator[FieldProblem]:
         counts = {name: getattr(self, name) for name in _COUNTS}
-        problems = [
-            f"{name}={value!r} must be a whole number of at least 1."
-            for name, value in counts.items()
-            if not _is_count(value)
-        ]
+        for name, value in counts.items():
+            if not _is_count(value):
+                yield name, f"{name}={value!r} must be a whole number of at least 1."
         for name, known in option_choices(ModelSpec).items():
-            if getattr(self, name) not in known:
-                value = getattr(self, name)
-                problems.append(f"{name}={value!r} is not one of {', '.join(known)}{did_you_mean(str(value), known)}")
-        problems += [
-            f"{name}={value!r} must be above 0."
-            for name in ("norm_eps", "rope_theta")
-            if not (value := getattr(self, name)) > 0
-        ]
-        shares = {name: getattr(self, name) for name in ("hidden_dropout", "attention_dropout")}
-        problems += [
-            f"{name}={share!r} must be at least 0 and below 1." for name, share in shares.items() if not 0 <= share < 1
-        ]
+            if (value := getattr(self, name)) not in known:
+                yield name, f"{name}={value!r} is not one of {', '.join(known)}{did_you_mean(str(value), known)}"
+        for name in ("norm_eps", "rope_theta"):
+            if not (value := getattr(self, name)) > 0:
+                yield name, f"{name}={value!r} must be above 0."
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= (share := getattr(self, name)) < 1:
+                yield name, f"{name}={share!r} must be at least 0 and below 1."
         if _is_count(self.num_heads) and _is_count(self.num_kv_heads) and self.num_heads % self.num_kv_heads:
-            problems.append(
+            yield (
+                "num_kv_heads",
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}, so query heads cannot "
-                "share them evenly. "
-                f"Use num_kv_heads among {divisors(self.num_heads)}."
+                f"share them evenly. Use num_kv_heads among {divisors(self.num_heads)}.",
             )
         if self.position == "rope" and _is_count(self.head_dim) and self.head_dim % 2:
-            problems.append(
-                f"head_dim={self.head_dim} is odd, but rotary positions need pairs. Use {self.head_dim + 1}."
-            )
+            sentence = f"head_dim={self.head_dim} is odd, but rotary positions need pairs. Use {self.head_dim + 1}."
+            yield "head_dim", sentence
         optional = {name: value for name in _OPTIONAL_COUNTS if (value := getattr(self, name)) is not None}
         bad = [
-            f"{name}={value!r} must be a whole number of at least 0."
+            (name, f"{name}={value!r} must be a whole number of at least 0.")
             for name, value in optional.items()
             if not _is_number(value)
         ]
-        problems += bad or [
+        yield from bad or [
             *self._expert_problems(),
             *self._router_problems(),
             *self._latent_problems(),
@@ -390,138 +386,155 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         ]
         if _is_count(self.vocab_size) and _is_number(self.padding_rows) and self.padding_rows >= self.vocab_size:
             most = self.vocab_size - 1
-            problems.append(
-                f"padding_rows={self.padding_rows} leaves no id of vocab_size={self.vocab_size}. Use {most} at most."
+            yield (
+                "padding_rows",
+                f"padding_rows={self.padding_rows} leaves no id of vocab_size={self.vocab_size}. Use {most} at most.",
             )
-        if problems:
-            raise ModelError(problems)
 
-    def _expert_problems(self) -> Iterator[str]:
+    def _expert_problems(self) -> Iterator[FieldProblem]:
         if not self.is_moe:
-            given = [f"{name}={value}" for name in _EXPERT_FIELDS if (value := getattr(self, name))]
             defaults = {field.name: field.default for field in fields(self)}
-            given += [f"{name}={value}" for name in ROUTER_FIELDS if (value := getattr(self, name)) != defaults[name]]
-            if given:
-                yield f"{', '.join(given)} describe experts, but num_experts=0. Set num_experts, or leave them out."
+            names = [name for name in _EXPERT_FIELDS if getattr(self, name)]
+            if names := [*names, *(name for name in ROUTER_FIELDS if getattr(self, name) != defaults[name])]:
+                given = self._written(names)
+                yield names[0], f"{given} describe experts, but num_experts=0. Set num_experts, or leave them out."
             return
         if not 1 <= self.experts_per_token <= self.num_experts:
-            yield f"experts_per_token={self.experts_per_token} must be 1 to num_experts={self.num_experts}."
+            sentence = f"experts_per_token={self.experts_per_token} must be 1 to num_experts={self.num_experts}."
+            yield "experts_per_token", sentence
         if self.expert_ffn_hidden_size == 0:
-            yield "expert_ffn_hidden_size=0 must be at least 1."
+            yield "expert_ffn_hidden_size", "expert_ffn_hidden_size=0 must be at least 1."
         if _is_count(self.num_layers) and self.first_dense_layers >= self.num_layers:
             yield (
+                "first_dense_layers",
                 f"first_dense_layers={self.first_dense_layers} leaves none of num_layers={self.num_layers} to the "
                 "experts. "
-                f"Use at most {self.num_layers - 1}, or num_experts=0."
+                f"Use at most {self.num_layers - 1}, or num_experts=0.",
             )
 
-    def _router_problems(self) -> Iterator[str]:
+    def _router_problems(self) -> Iterator[FieldProblem]:
         """What is wrong with the choice of experts, where there are any."""
         if not self.is_moe:
             return
         groups, chosen = self.num_router_groups, self.router_groups_per_token
         if not self.router_scaling > 0:
-            yield f"router_scaling={self.router_scaling!r} must be above 0."
+            yield "router_scaling", f"router_scaling={self.router_scaling!r} must be above 0."
         if self.expert_capacity_factor is not None and not self.expert_capacity_factor > 0:
             yield (
+                "expert_capacity_factor",
                 f"expert_capacity_factor={self.expert_capacity_factor!r} must be above 0. Leave it out for experts "
-                "that take any number."
+                "that take any number.",
             )
         if not groups:
             given = {"router_groups_per_token": (chosen, 0), "router_group_scores": (self.router_group_scores, "max")}
             for name, (value, default) in given.items():
                 if value != default:
                     yield (
+                        name,
                         f"{name}={value} chooses among groups of experts, but num_router_groups=0. Set that, or "
-                        f"leave {name} out."
+                        f"leave {name} out.",
                     )
             return
         if self.num_experts % groups:
             yield (
+                "num_router_groups",
                 f"num_router_groups={groups} does not divide num_experts={self.num_experts}. Use one of "
-                f"{divisors(self.num_experts)}."
+                f"{divisors(self.num_experts)}.",
             )
             return
         size = self.num_experts // groups
         fewest = -(-self.experts_per_token // size)
         if not fewest <= chosen <= groups:
             yield (
+                "router_groups_per_token",
                 f"router_groups_per_token={chosen} groups of {size} experts must hold "
                 f"experts_per_token={self.experts_per_token} "
-                f"and be at most num_router_groups={groups}. Use {fewest} to {groups}."
+                f"and be at most num_router_groups={groups}. Use {fewest} to {groups}.",
             )
         if self.router_group_scores == "top_two" and size < 2:
             yield (
+                "router_group_scores",
                 f'router_group_scores="top_two" needs two experts in a group, but num_router_groups={groups} '
-                f'leaves {size}. Use "max".'
+                f'leaves {size}. Use "max".',
             )
 
-    def _latent_problems(self) -> Iterator[str]:
+    def _latent_problems(self) -> Iterator[FieldProblem]:
         if not self.is_mla:
-            given = [f"{name}={value}" for name in LATENT_FIELDS if (value := getattr(self, name))]
-            if given:
+            if names := [name for name in LATENT_FIELDS if getattr(self, name)]:
                 yield (
-                    f"{', '.join(given)} describe latent attention, but kv_lora_rank=0. Set kv_lora_rank, or leave "
-                    "them out."
+                    names[0],
+                    f"{self._written(names)} describe latent attention, but kv_lora_rank=0. Set kv_lora_rank, or leave "
+                    "them out.",
                 )
             return
         if missing := [
             name for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if not getattr(self, name)
         ]:
-            yield f"kv_lora_rank={self.kv_lora_rank} means latent attention, which needs {', '.join(missing)} too."
+            needed = f"which needs {', '.join(missing)} too"
+            yield "kv_lora_rank", f"kv_lora_rank={self.kv_lora_rank} means latent attention, {needed}."
             return
         if self.qk_rope_head_dim % 2:
             yield (
+                "qk_rope_head_dim",
                 f"qk_rope_head_dim={self.qk_rope_head_dim} is odd, but rotary positions need pairs. Use "
-                f"{self.qk_rope_head_dim + 1}."
+                f"{self.qk_rope_head_dim + 1}.",
             )
         if self.head_dim != (width := self.qk_nope_head_dim + self.qk_rope_head_dim):
             yield (
+                "head_dim",
                 f"head_dim={self.head_dim} is not qk_nope_head_dim + qk_rope_head_dim = {width}, the width of a "
-                f"query head. Use {width}."
+                f"query head. Use {width}.",
             )
         if self.num_kv_heads != self.num_heads:
             yield (
+                "num_kv_heads",
                 f"num_kv_heads={self.num_kv_heads} differs from num_heads={self.num_heads}, but latent attention "
                 "gives every query head "
-                f"a key and a value head. Use {self.num_heads}."
+                f"a key and a value head. Use {self.num_heads}.",
             )
         if self.position != "rope":
             yield (
+                "position",
                 f'position="{self.position}" does not go with latent attention, which carries rotary positions. '
-                'Use "rope".'
+                'Use "rope".',
             )
 
-    def _rotary_problems(self) -> Iterator[str]:
+    def _rotary_problems(self) -> Iterator[FieldProblem]:
         """What is wrong with the scaling of rotary positions, one sentence each."""
         used = SCALING_FIELDS.get(self.rope_scaling, ())
         unused = (name for name in _SCALING_NUMBERS if name not in used)
-        given = [f"{name}={value}" for name in unused if (value := getattr(self, name)) != getattr(type(self), name)]
-        if given:
-            kinds = [
-                kind for kind, names in SCALING_FIELDS.items() if all(text.partition("=")[0] in names for text in given)
-            ]
+        if given := [name for name in unused if getattr(self, name) != getattr(type(self), name)]:
+            kinds = [kind for kind, names in SCALING_FIELDS.items() if set(given) <= set(names)]
             yield (
-                f'{", ".join(given)} scale rotary positions, but rope_scaling="{self.rope_scaling}" does not use them. '
-                f"Use rope_scaling among {', '.join(kinds) or 'the kinds that do'}, or leave them out."
+                given[0],
+                f'{self._written(given)} scale rotary positions, but rope_scaling="{self.rope_scaling}" does not use '
+                "them. "
+                f"Use rope_scaling among {', '.join(kinds) or 'the kinds that do'}, or leave them out.",
             )
         if not used:
             return
         if self.position != "rope":
             yield (
+                "rope_scaling",
                 f'rope_scaling="{self.rope_scaling}" stretches rotary positions, but position="{self.position}". Use '
-                '"rope", or no scaling.'
+                '"rope", or no scaling.',
             )
         for name in ("rope_factor", "rope_beta_fast", "rope_beta_slow"):
             if not (value := getattr(self, name)) > 0:
-                yield f"{name}={value!r} must be above 0."
+                yield name, f"{name}={value!r} must be above 0."
         if not 0 <= self.rope_low_freq_factor < self.rope_high_freq_factor:
             yield (
+                "rope_low_freq_factor",
                 f"rope_low_freq_factor={self.rope_low_freq_factor!r} must be at least 0 and below "
-                f"rope_high_freq_factor={self.rope_high_freq_factor!r}."
+                f"rope_high_freq_factor={self.rope_high_freq_factor!r}.",
             )
         if not self.rope_beta_slow < self.rope_beta_fast:
-            yield f"rope_beta_slow={self.rope_beta_slow!r} must be below rope_beta_fast={self.rope_beta_fast!r}."
+            sentence = f"rope_beta_slow={self.rope_beta_slow!r} must be below rope_beta_fast={self.rope_beta_fast!r}."
+            yield "rope_beta_slow", sentence
+
+    def _written(self, names: Iterable[str]) -> str:
+        """Fields as sentences name them: `experts_per_token=2, num_router_groups=4`."""
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def window(self, sequence: int) -> int:
         """The sliding window where it is shorter than the sequences; 0 where every token sees all before it."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..base.bounds import LONGEST_NAME, LONGEST_TEXT, beyond, shown, text_complaint
-from ..base.errors import PlanError, ShardproofError, did_you_mean
+from ..base.errors import PlanError, Problem, ShardproofError, did_you_mean
 from ..base.files import read_text
+from ..base.findings import NOWHERE
 from ..base.names import one_line
 from ..base.option import limit_complaint
 from ..base.units import SIZE_RULE, size_of
@@ -58,7 +58,7 @@ class Draft:
     def __init__(self, values: Values, source: str):
         self.given = values
         self.source = source
-        self.problems: list[tuple[int, str]] = []
+        self.problems: list[tuple[int, Problem]] = []
         self.bad: set[str] = set()
         self.valid: dict[str, dict[str, Any]] = {section: self._valid(section) for section in NOUNS}
         for section in values:
@@ -87,7 +87,7 @@ class Draft:
             if config is not None:
                 return dataclasses.replace(read_config(config), **fields)
         except (ShardproofError, OSError) as error:
-            self._failed("model", error, "model.preset" if preset is not None else "model.config")
+            self._failed(error, "model.preset" if preset is not None else "model.config")
             return None
         if "sequence" in self.valid["batch"]:
             fields.setdefault("max_positions", self.valid["batch"]["sequence"])
@@ -121,7 +121,7 @@ class Draft:
             sources = {**base.sources, **dict.fromkeys(fields.keys() - {"name"}, SET_IN_PLAN), **own_sources}
             return dataclasses.replace(base, **fields, sources=sources)
         except ShardproofError as error:
-            self._failed("cluster", error, "cluster.preset")
+            self._failed(error, "cluster.preset")
             return None
 
     def layout(self) -> Layout | None:
@@ -148,23 +148,29 @@ class Draft:
         """Adds the problem that a key was not given; it is not reported once more when its noun is made."""
         if dotted not in self.bad:
             self.bad.add(dotted)
-            self._problem(None, sentence)
+            self.problem_at(None, dotted, sentence)
 
-    def problem_at(self, given: Given | None, sentence: str) -> None:
-        """Adds a problem of a value that lies in no section of this draft."""
-        self.problems.append(
-            (given.line, f"{given.origin}: {sentence}") if given else (10**9, (f"{self.source}: {sentence}"))
-        )
+    def problem_at(self, given: Given | None, key: str | None, sentence: str) -> None:
+        """Adds a problem of a value that may lie in no section of this draft, and the key that it is about."""
+        if given is None:
+            self.problems.append((10**9, Problem(sentence, key, origin=self.source)))
+        else:
+            self.problems.append((given.line, Problem(sentence, key, given.place, origin=given.origin)))
 
     def report_broken_rules(self, nouns: Mapping[str, Any]) -> None:
         """Adds the problems of every cross-key rule whose own keys are fine."""
         for broken in broken_rules(nouns):
             if not self.bad.intersection(broken.rule.keys):
-                self.problem_at(self.find_first(broken.rule.keys), broken.sentence)
+                self._problem(self.first_given(broken.rule.keys), broken.sentence)
 
-    def find_first(self, keys: Iterable[str]) -> Given | None:
-        """Where the first of some keys that is given is given."""
-        return next((given for key in keys if (given := self._find(key)) is not None), None)
+    def first_given(self, keys: Sequence[str]) -> str:
+        """The first of some keys that is given; where none is, the first."""
+        return next((key for key in keys if self.find(key) is not None), keys[0])
+
+    def find(self, dotted: str | None) -> Given | None:
+        """Where a key is given; None where it is not, or no key is known."""
+        section, _, name = (dotted or "").partition(".")
+        return self.given.get(section, {}).get(name)
 
     def raise_problems(self) -> None:
         """Raises `PlanError` in file order if anything was found."""
@@ -192,15 +198,13 @@ class Draft:
         try:
             return noun(**fields)
         except PlanError as error:
-            self._failed(section, error, None)
+            self._failed(error, None)
             return None
 
-    def _failed(self, section: str, error: Exception, fallback: str | None) -> None:
-        sentences = error.problems if isinstance(error, PlanError) else (_os_text(error),)
-        for sentence in sentences:
-            name = re.match(r"(\w+)=", sentence)
-            at = f"{section}.{name.group(1)}" if name else None
-            self._problem(at if at is not None and self._find(at) is not None else fallback, sentence)
+    def _failed(self, error: Exception, fallback: str | None) -> None:
+        for problem in error.problems if isinstance(error, ShardproofError) else (Problem(_os_text(error)),):
+            given = self.find(problem.key) or self.find(fallback)
+            self.problem_at(given, problem.key or fallback, problem)
 
     def _merge_cluster_file(self) -> None:
         path = self.valid["cluster"].pop("file", None)
@@ -209,7 +213,7 @@ class Draft:
         try:
             file_values = read_values(read_text(path), path)
         except (ShardproofError, OSError) as error:
-            self._failed("cluster", error, "cluster.file")
+            self._failed(error, "cluster.file")
             self.bad.add("cluster.file")
             return
         given = file_values.get("cluster", {})
@@ -239,6 +243,7 @@ class Draft:
         lacks = "has no preset and no number of a device" if "cluster" in file_values else "has no [cluster] section"
         inner.problem_at(
             None,
+            "cluster.file",
             f"this cluster file {lacks if file_values else 'is empty'}. `shardproof calibrate -o {inner.source}` "
             "measures this "
             'machine and writes it; or begin it with [cluster] and preset = "dgx-h100", say (`shardproof presets` '
@@ -259,10 +264,10 @@ class Draft:
 
     def _unknown_section(self, section: str, table: Mapping[str, Given], *, known: Iterable[str] = NOUNS) -> None:
         line = min((given.line for given in table.values()), default=0)
-        origin = next((given.origin for given in table.values()), self.source)
+        origin, place = next(((given.origin, given.place) for given in table.values()), (self.source, NOWHERE))
         name = one_line(section.partition(".")[0])  # of a module's sections that of the list
         sentence = f"unknown section [{name}]{did_you_mean(name, known)} Known: {', '.join(known)}."
-        self.problems.append((line, f"{origin}: {sentence}"))
+        self.problems.append((line, Problem(sentence, place=place, origin=origin)))
 
     def _unknown_key(self, section: str, name: str) -> None:
         elsewhere = [key.section for key in KEYS if key.name == name]
@@ -271,12 +276,8 @@ class Draft:
             hint = f". Known: {', '.join(keys_of(section))}."
         self._problem(f"{section}.{name}", f"unknown key {name!r} in [{section}]{hint}")
 
-    def _find(self, dotted: str) -> Given | None:
-        section, _, name = dotted.partition(".")
-        return self.given.get(section, {}).get(name)
-
     def _problem(self, dotted: str | None, sentence: str) -> None:
-        self.problem_at(self._find(dotted) if dotted is not None else None, sentence)
+        self.problem_at(self.find(dotted), dotted, sentence)
 
 
 _COMPOSED = ("model", "cluster", "layout")

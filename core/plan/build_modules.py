@@ -36,16 +36,14 @@ def modular_sections(values: Values, source: str) -> dict[str, Any]:
     for section in OWN_SECTIONS:
         if section in values:
             first = next(iter(values[section].values()), None)
-            whole.problem_at(
-                first,
-                (f"[{section}] stands next to [[modules]], of which each has its own. Write [modules.{section}]."),
-            )
+            sentence = f"[{section}] stands next to [[modules]], of which each has its own. Write [modules.{section}]."
+            whole.problem_at(first, None, sentence)
     nouns = whole.nouns(without=OWN_SECTIONS)
     modules: list[Module] = []
     for number, table in zip(numbers, tables, strict=True):
         draft = Draft({**shared, **_own(values, number, table)}, source)
         for name, sentence in table.problems(earlier=tables[:number]):
-            draft.problem_at(table.given.get(name), sentence)
+            draft.problem_at(table.given.get(name), f"modules.{name}", sentence)
         made = draft.nouns()
         if "model" in made and "layout" in made and table.is_complete:
             assert table.first_rank is not None and table.last_rank is not None
@@ -60,13 +58,14 @@ def modular_sections(values: Values, source: str) -> dict[str, Any]:
                 )
             )
         draft.report_broken_rules({section: noun for section, noun in made.items() if section != "cluster"})
-        named = f'module "{table.name}": ' if table.name else f"module {number + 1}: "
-        known = {text for _, text in whole.problems}
-        whole.problems += [(line, _inserted(text, named)) for line, text in draft.problems if text not in known]
+        named = f'module "{table.name}"' if table.name else f"module {number + 1}"
+        known = {problem for _, problem in whole.problems}
+        whole.problems += [(line, problem.of(named)) for line, problem in draft.problems if problem not in known]
     if len(modules) == len(numbers):
         for broken in broken_rules({**nouns, "modules": tuple(modules)}):
             if not whole.bad.intersection(broken.rule.keys):
-                whole.problem_at(_place(broken, tables) or whole.find_first(broken.rule.keys), broken.sentence)
+                key = whole.first_given(broken.rule.keys)
+                whole.problem_at(_place(broken, tables) or whole.find(key), key, broken.sentence)
     whole.raise_problems()
     return {**nouns, "modules": tuple(modules)}
 
@@ -149,10 +148,4 @@ def _own(values: Values, number: int, table: _ModuleTable) -> Values:
     if not table.num_ranks:
         return own
     ranks = table.given["ranks"]
-    return {**own, "cluster": {"num_devices": Given(table.num_ranks, ranks.origin, ranks.line)}}
-
-
-def _inserted(text: str, named: str) -> str:
-    """A problem with the module's name behind its place."""
-    place, colon, rest = text.partition(": ")
-    return f"{place}{colon}{named}{rest}"
+    return {**own, "cluster": {"num_devices": Given(table.num_ranks, ranks.origin, ranks.place)}}

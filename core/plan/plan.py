@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, cast
 
-from ..base.errors import PlanError
+from ..base.errors import PlanError, Problem
 from ..base.reduction import cut
 from ..layout.layout import Layout
 from ..layout.leaves import LeafSizes, degree_to_admit, leaf_sizes
@@ -76,7 +76,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if broken := broken_rules({section: getattr(self, section) for section in self.ruled}):
-            raise PlanError([problem.sentence for problem in broken])
+            raise PlanError([Problem(each.sentence, each.rule.keys[0]) for each in broken])
 
     @staticmethod
     def of_checked(sections: Mapping[str, Any]) -> Plan:
@@ -334,13 +334,13 @@ class ModularPlan:
     variation: Variation = field(default_factory=Variation)
 
     def __post_init__(self) -> None:
-        problems = [broken.sentence for broken in broken_rules(self.sections)]
+        problems = [Problem(broken.sentence, broken.rule.keys[0]) for broken in broken_rules(self.sections)]
         if not problems:  # a module's place in the whole is known only now
             for module in self.modules:
                 try:
                     self.part(module)
                 except PlanError as error:
-                    problems += [f'module "{module.name}": {sentence}' for sentence in error.problems]
+                    problems += [problem.of(f'module "{module.name}"') for problem in error.problems]
         if problems:
             raise PlanError(dict.fromkeys(problems))
 

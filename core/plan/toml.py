@@ -9,18 +9,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import PlanError
+from ..base.errors import PlanError, Problem
+from ..base.findings import NOWHERE, Location
 from ..base.parsing import parse_toml
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A value with where it was given (`plan.toml:12`, `--tp`) and the folder that its relative paths start from."""
+    """A value with where it was given in words (`plan.toml:12`, `--tp`), its line of a file, and the folder that its
+    relative paths start from."""
 
     value: Any
     origin: str
-    line: int = 0
+    place: Location = NOWHERE
     folder: Path | None = None
+
+    @property
+    def line(self) -> int:
+        """The line in its file; 0 for an option, and what is derived."""
+        return self.place.line or 0
 
 
 Values = dict[str, dict[str, Given]]
@@ -65,14 +72,12 @@ def read_values(text: str, source: str) -> Values:
             continue
         if not isinstance(table, Mapping):
             what = "a list of sections" if isinstance(table, list) else "a key outside every section"
-            raise PlanError(
-                f"{source}:{line}: {section!r} is {what}. Write [section] once above its keys, such as "
-                "[layout] above tp."
-            )
+            sentence = f"{section!r} is {what}. Write [section] once above its keys, such as [layout] above tp."
+            raise PlanError([Problem(sentence, place=Location(source, line), origin=f"{source}:{line}")])
         values[section] = {}
         for key, value in table.items():
             line = lines.get((section, key), lines.get((section,), 1))
-            values[section][key] = Given(value, f"{source}:{line}", line, folder)
+            values[section][key] = Given(value, f"{source}:{line}", Location(source, line), folder)
     return values
 
 
@@ -89,7 +94,7 @@ def _module_values(tables: list[Mapping[str, Any]], text: str, source: str) -> V
 
     def given(value: Any, *path: Any) -> Given:
         line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
-        return Given(value, f"{source}:{line}", line, Path(source).parent)
+        return Given(value, f"{source}:{line}", Location(source, line), Path(source).parent)
 
     for number, table in enumerate(tables):
         own = values[module_section(number)] = {}

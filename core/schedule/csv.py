@@ -12,7 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from ..base.errors import ScheduleError
+from ..base.errors import Problem, ScheduleError
+from ..base.findings import Location
 from .action import CELL_FORM, ActionArray, Kind, parse_cell
 from .placement import Placement
 
@@ -48,20 +49,23 @@ def rows_from_csv(text: str, name: str) -> tuple[Placement, ActionArray, np.ndar
     """
     lines = text.rstrip().splitlines()
     fields: list[tuple[int, int, int, int, int]] = []
-    offsets, malformed = [0], []
+    offsets = [0]
+    malformed: list[Problem] = []
     for number, line in enumerate(lines, start=1):
         for column, cell in enumerate(line.split(","), start=1):
             parsed = parse_cell(cell)
             if parsed is not None:
                 fields.append(parsed)
             elif cell.strip():
-                malformed.append(
-                    f"{name}: line {number} (rank {number - 1}), cell {column}: {_shorten(cell)!r} is not an action."
-                )
+                origin = f"{name}: line {number} (rank {number - 1}), cell {column}"
+                sentence = f"{_shorten(cell)!r} is not an action."
+                malformed.append(Problem(sentence, place=Location(name, number), origin=origin))
         offsets.append(len(fields))
     if malformed:
         more = [f"... and {len(malformed) - _MAX_REPORTED} more."] if len(malformed) > _MAX_REPORTED else []
-        raise ScheduleError("\n".join([*malformed[:_MAX_REPORTED], *more, CELL_FORM]))
+        *first, last = malformed[:_MAX_REPORTED]
+        sentence = "\n".join([last.sentence, *more, CELL_FORM])
+        raise ScheduleError([*first, Problem(sentence, place=last.place, origin=last.origin)])
     if not fields:
         raise ScheduleError(
             f"{name}: there is no action in it. Write one line per rank, cells such as 0F0 separated by commas."

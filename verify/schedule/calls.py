@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...core.base.errors import ScheduleError
+from ...core.base.errors import Problem, ScheduleError
+from ...core.base.findings import Location
 from ...core.layout.layout import Layout
 from ...core.schedule.action import Action, Kind
 from ...core.schedule.placement import Placement
@@ -160,8 +161,12 @@ def calls_from_csv(
     while len(lines) > layout.world_size and not lines[-1].strip():
         lines.pop()
     rows = [tuple(_parse(cell) for cell in line.split(",") if cell.strip()) for line in lines]
-    problems = [
-        f"{name}: line {number} (global rank {number - 1}): {cell!r} is not a call. {CALL_FORM}."
+    problems: list[str] = [
+        Problem(
+            f"{cell!r} is not a call. {CALL_FORM}.",
+            place=Location(name, number),
+            origin=f"{name}: line {number} (global rank {number - 1})",
+        )
         for number, row in enumerate(rows, start=1)
         for cell in row
         if isinstance(cell, str)
@@ -179,7 +184,7 @@ def calls_from_csv(
     problems += [f"{name}: {call} names a stage, but there are {placement.num_stages}." for call in beyond]
     problems += [] if problems else _outside(calls, name)
     if problems:
-        raise ScheduleError("\n".join(problems[:_MAX_REPORTED]))
+        raise ScheduleError(problems[:_MAX_REPORTED])
     return calls
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import doctest
+import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardproof import Finding
-from shardproof.core.base.errors import PlanError, ScheduleError
+from shardproof import Finding, Layout, Plan
+from shardproof.core.base.errors import PlanError, Problem, ScheduleError
 from shardproof.core.base.findings import Location
 from shardproof.core.commands import github
 from shardproof.core.commands.cli import main
 from shardproof.core.commands.github import annotation, error_annotations, line_of
+from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.toml import read_values
+from shardproof.core.schedule.csv import rows_from_csv
 
 PLAN = """
 [model]
@@ -76,13 +80,63 @@ def test_files_are_named_from_the_root_of_the_checkout(tmp_path: Path, monkeypat
 
 
 def test_every_problem_of_an_input_is_at_its_line() -> None:
-    problems = list(error_annotations("fit", PlanError(["a/plan.toml:12: tp=5 is odd.", "which model? Give PLAN."])))
+    odd = Problem("tp=5 is odd.", "layout.tp", Location("a/plan.toml", 12), origin="a/plan.toml:12")
+    problems = list(error_annotations("fit", PlanError([odd, "which model? Give PLAN."])))
     assert [parsed(line)[1] for line in problems] == [
         {"file": "a/plan.toml", "line": "12", "title": "shardproof fit"},
         {"title": "shardproof fit"},
     ]
-    (cell,) = error_annotations("verify", ScheduleError("s.csv: line 3 (rank 2), cell 4: '0Z1' is not an action."))
-    assert parsed(cell)[1] == {"file": "s.csv", "line": "3", "title": "shardproof verify"}
+    assert parsed(problems[0])[2] == "a/plan.toml:12: tp=5 is odd."
+    with pytest.raises(ScheduleError) as caught:
+        rows_from_csv("0F0\n1F0\n2F0,2B0,,0Z1\n3F0,?\n", "s.csv")
+    cells = [parsed(line) for line in error_annotations("verify", caught.value)]
+    assert [properties for _, properties, _ in cells] == [
+        {"file": "s.csv", "line": line, "title": "shardproof verify"} for line in ("3", "4")
+    ]
+    assert cells[0][2] == "s.csv: line 3 (rank 2), cell 4: '0Z1' is not an action."
+
+
+def test_a_problem_is_the_text_that_is_printed_and_comes_whole_from_another_process() -> None:
+    at = Problem("tp=5 is odd.", "layout.tp", Location("plan.toml", 12), origin="plan.toml:12")
+    error = pickle.loads(pickle.dumps(PlanError([at, "another."])))
+    first, second = error.problems
+    assert str(error) == "plan.toml:12: tp=5 is odd.\nanother." and first == "plan.toml:12: tp=5 is odd."
+    assert (first.sentence, first.key, first.place) == (at.sentence, at.key, at.place)
+    assert (second.key, second.place, second.origin) == (None, Location(), "")
+    assert at.of('module "a"') == 'plan.toml:12: module "a": tp=5 is odd.' and at.of("a").place == at.place
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        (PLAN.replace("tp = 1", "tp = 0"), [("layout.tp", 10)]),
+        (
+            PLAN.replace("tp = 1", "zero = 4\nvpp = 2\npp = 1").replace("pp = 8\n", ""),
+            [("layout.zero", 10), ("layout.vpp", 11)],
+        ),
+        (PLAN.replace("dp = 8", "dp = 8\nep = 5"), [("layout.ep", 13)]),
+        (PLAN.replace("num_devices = 64", "num_devices = 63"), [("cluster.num_devices", 7)] * 2),
+        (PLAN.replace("tp = 1", "tp = = 1"), [(None, 10)]),
+        (f"tp = 2\n{PLAN}", [(None, 1)]),
+    ],
+)
+def test_problems_of_a_plan_have_the_key_and_the_line_that_they_are_about(
+    text: str, places: list[tuple[str | None, int]]
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_toml(text, "plan.toml")
+    found = [(each.key, each.place) for each in caught.value.problems]
+    assert found == [(key, Location("plan.toml", line)) for key, line in places]
+    assert all(each == f"plan.toml:{each.place.line}: {each.sentence}" for each in caught.value.problems)
+
+
+def test_problems_of_nouns_have_the_keys_of_their_fields() -> None:
+    with pytest.raises(PlanError) as caught:
+        replace(model_preset("gpt3-175b"), num_layers=0, num_kv_heads=5)
+    assert [each.key for each in caught.value.problems] == ["model.num_layers", "model.num_kv_heads"]
+    with pytest.raises(PlanError) as caught:
+        Layout(tp=2**30)
+    assert [each.key for each in caught.value.problems] == ["layout.tp"]
 
 
 def test_a_degree_of_1_is_passed_over_and_a_section_stands_for_its_keys() -> None:
