@@ -138,7 +138,6 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
         default_factory=dict,
         hash=False,
         bound=RATE,
-        more="It maps FLOPs to FLOP/s.",
         read_by="simulator.compute.compute",
     )
     memory_curve: Mapping[str, float] = option(
