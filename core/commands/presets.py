@@ -16,6 +16,7 @@ from ..machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
 from ..model.model import ModelSpec
 from ..model.model_presets import MODEL_PRESETS
 from ..model.parameters import count_active_parameters, count_parameters
+from ..plan.json_schema import plan_schema
 from ..plan.keys import KEYS, Key
 from ..plan.profile_names import PROFILE_STACKS
 from ..schedule import CATALOG
@@ -23,8 +24,11 @@ from .commands import Command
 from .options import add_output, emit
 
 _NAME_HELP = (
-    "one model, cluster, schedule, profile or plan key; or all `models`, `clusters`, `schedules`, `profiles` or `keys`"
+    "one model, cluster, schedule, profile or plan key; or all `models`, `clusters`, `schedules`, `profiles` or "
+    "`keys`; or the JSON `schema` of plan files"
 )
+SCHEMA = "schema"
+"""The name of the JSON Schema of plan files."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints everything known by name, or one entry in full. Exit code 0."""
+    if args.name == SCHEMA:
+        emit(args, _schema_hint, plan_schema())
+        return 0
     report = catalog()
     if args.name is None:
         emit(args, _overview, report)
@@ -47,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             found = entries[args.name]
             emit(args, partial(_detail, args.name, found), {"kind": kind.removesuffix("s"), "name": args.name, **found})
             return 0
-    known = [*report, *(name for entries in report.values() for name in entries)]
+    known = [*report, SCHEMA, *(name for entries in report.values() for name in entries)]
     raise UnknownNameError("preset", args.name, known, "`shardproof presets`")
 
 
@@ -61,8 +68,14 @@ def catalog() -> dict[str, dict[str, dict[str, Any]]]:
             name: {"name": name, "summary": entry.summary, "legal": entry.legal} for name, entry in CATALOG.items()
         },
         "profiles": {name: {"name": name, "stack": stack} for name, stack in PROFILE_STACKS.items()},
-        "keys": {key.dotted: {"legal": key.legal, "default": _default(key), "doc": key.doc} for key in KEYS},
+        "keys": {
+            key.dotted: {"legal": key.legal, "default": _default(key), "doc": key.doc, **_more(key)} for key in KEYS
+        },
     }
+
+
+def _more(key: Key) -> dict[str, str]:
+    return {"more": key.more} if key.more else {}
 
 
 def _default(key: Key) -> Any:
@@ -98,6 +111,14 @@ def _overview(width: int | None) -> str:
         "`shardproof presets profiles` the software stacks whose memory and overlap can be modelled."
     )
     return f"{text}\n\n{hint}"
+
+
+def _schema_hint(width: int | None) -> str:
+    return (
+        f"The JSON Schema of plan files has {len(KEYS)} keys. `shardproof presets {SCHEMA} -o plan.schema.json` writes "
+        "it, --json prints it. With `#:schema ./plan.schema.json` as the first line of a plan, editors that know taplo "
+        "(Even Better TOML) complete and check its keys."
+    )
 
 
 def _listed(kind: str, width: int | None) -> str:

@@ -138,7 +138,6 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
         default_factory=dict,
         hash=False,
         bound=RATE,
-        more="It maps FLOPs to FLOP/s.",
         read_by="simulator.compute.compute",
     )
     memory_curve: Mapping[str, float] = option(
@@ -318,11 +317,11 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
         """Every number and name that is not within the limits of its option."""
         choices = option_choices(ClusterSpec)
         for each in fields(self):
-            value, known = getattr(self, each.name), choices.get(each.name)
-            if known is not None and value not in known:
-                yield each.name, f"{each.name}={value!r} is not one of {', '.join(known)}."
+            name, value = each.name, getattr(self, each.name)
+            if name in choices and value not in choices[name]:
+                yield name, f"{name}={value!r} is not one of {', '.join(choices[name])}."
             elif complaint := limit_complaint(value, each.metadata):
-                yield each.name, f"{each.name}={value} {complaint}."
+                yield name, f"{name}={value} {complaint}."
 
     def _curve_problems(self) -> Iterator[FieldProblem]:
         for key, seconds in self.kernel_curve.items():

@@ -31,6 +31,7 @@ class Variation(Bounded, section="variation"):
         default_factory=dict,
         hash=False,
         bound=Bound(1e6, "a device so slow has failed", least=1e-3),
+        more="`node-4-7` are all devices of nodes 4 to 7.",
         read_by="simulator.variation.columns",
     )
     device_classes: Mapping[str, str] = option(

@@ -1,0 +1,82 @@
+"""A field that is an option has its default, its type and all that is said of it in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import pytest
+
+from shardproof.core.base.bounds import Bound
+from shardproof.core.base.errors import PlanError
+from shardproof.core.base.option import Bounded, limit_complaint, noun, option, option_choices, option_types
+from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster import ClusterSpec
+from shardproof.core.machine.cluster_presets import cluster_preset
+
+
+@noun()
+class Oven(Bounded, section="oven"):
+    """What is baked, and how hot."""
+
+    degrees: int = option("how hot", minimum=50, bound=Bound(400, "steel melts"), read_by="kitchen")
+    bread: Literal["rye", "wheat"] = option("what is baked", default="rye", read_by="kitchen")
+    spices: tuple[str, ...] = option("what else", default=(), choices=("salt", "caraway"), read_by="kitchen")
+    minutes: float | None = option("how long", default=None, kw_only=True, read_by="kitchen")
+
+
+def test_an_option_without_a_default_must_be_given_and_one_may_need_its_name():
+    assert Oven(200) == Oven(degrees=200, bread="rye", spices=(), minutes=None)
+    assert Oven(200, minutes=3.0).minutes == 3.0
+    with pytest.raises(TypeError, match="degrees"):
+        Oven()
+    with pytest.raises(TypeError, match="positional"):
+        Oven(200, "rye", (), 3.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Oven(200).degrees = 3
+
+
+def test_what_is_said_of_an_option_stands_at_its_field():
+    about = dataclasses.fields(Oven)[0].metadata
+    assert dict(about) == {"doc": "how hot", "minimum": 50, "bound": Bound(400, "steel melts"), "read_by": "kitchen"}
+    assert option_types(Oven) == {
+        "degrees": int,
+        "bread": Literal["rye", "wheat"],
+        "spices": tuple[str, ...],
+        "minutes": float,
+    }
+    assert option_choices(Oven) == {"bread": ("rye", "wheat"), "spices": ("salt", "caraway")}
+
+
+def test_a_number_beyond_its_bound_is_refused_with_the_reason_and_its_key():
+    with pytest.raises(PlanError, match=r"degrees=500 must be at most 400: steel melts") as caught:
+        Oven(500)
+    assert [problem.key for problem in caught.value.problems] == ["oven.degrees"]
+
+
+@pytest.mark.parametrize(
+    ("value", "about", "complaint"),
+    [
+        (1, {"minimum": 1}, ""),
+        (0, {"minimum": 1}, "must be at least 1"),
+        (0.0, {"above": 0}, "must be above 0"),
+        (1.5, {"above": 0, "maximum": 1}, "must be at most 1"),
+        ([0.5, 1.0], {"minimum": 0, "below": 1}, "must be below 1"),
+        (float("nan"), {"minimum": 0}, "must be at least 0"),
+        ("text", {"minimum": 1}, ""),
+        (None, {"minimum": 1}, ""),
+    ],
+)
+def test_limits_are_said_in_one_way(value, about, complaint):
+    assert limit_complaint(value, about) == complaint
+
+
+def test_the_degree_of_stages_is_given_by_name_so_that_the_third_of_a_layout_stays_dp():
+    assert Layout(2, 2, 4) == Layout(tp=2, pp=2, dp=4)
+
+
+@pytest.mark.parametrize("field", [each for each in dataclasses.fields(ClusterSpec) if "above" in each.metadata])
+def test_a_cluster_made_in_python_has_the_limits_of_its_options(field):
+    cluster = cluster_preset("dgx-h100", 8)
+    with pytest.raises(PlanError, match=f"{field.name}=0 must be above 0"):
+        dataclasses.replace(cluster, **{field.name: 0})
