@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from ..core.base.errors import PlanError
+from ..core.base.errors import PlanError, Problem
 from ..core.base.units import format_bytes
 from ..core.commands.commands import service
 from ..core.machine.host import available_memory_bytes
@@ -105,5 +105,5 @@ def _check_device(plan: AnyPlan) -> str | None:
     if plan.cluster.name == "this-host":
         return None
     if findings := service("fit")(_as_run(plan)).findings:
-        raise PlanError([f"{finding.where}: {finding.what} {finding.hint}" for finding in findings])
+        raise PlanError([Problem(f"{each.where}: {each.what} {each.hint}", each.key) for each in findings])
     return None

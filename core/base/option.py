@@ -158,7 +158,7 @@ class Bounded:
     def __post_init__(self) -> None:
         own: type = type(self)
         given = ((name, getattr(self, name), bound) for name, bound in _bounds(own))
-        complaints = ((name, value, beyond(name, value, bound)) for name, value, bound in given)
+        complaints = [(name, value, beyond(name, value, bound)) for name, value, bound in given]
         self._refuse((name, f"{name}={shown(value)} {words}.") for name, value, words in complaints if words)
 
     def _refuse(self, problems: Iterable[FieldProblem]) -> None:

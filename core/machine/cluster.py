@@ -317,11 +317,11 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
         """Every number and name that is not within the limits of its option."""
         choices = option_choices(ClusterSpec)
         for each in fields(self):
-            name, value = each.name, getattr(self, each.name)
-            if name in choices and value not in choices[name]:
-                yield name, f"{name}={value!r} is not one of {', '.join(choices[name])}."
+            value, known = getattr(self, each.name), choices.get(each.name)
+            if known is not None and value not in known:
+                yield each.name, f"{each.name}={value!r} is not one of {', '.join(known)}."
             elif complaint := limit_complaint(value, each.metadata):
-                yield name, f"{name}={value} {complaint}."
+                yield each.name, f"{each.name}={value} {complaint}."
 
     def _curve_problems(self) -> Iterator[FieldProblem]:
         for key, seconds in self.kernel_curve.items():

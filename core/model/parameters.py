@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .blocks import (
     Block,
@@ -58,14 +59,14 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def embedding_parameters(model: ModelSpec) -> Iterator[Parameter]:
+def embedding_parameters(model: ModelSpec) -> tuple[Parameter, ...]:
     """Token table, and the position table where positions are learned."""
     return block_parameters(model, embedding_block(model))
 
 
 def token_table(model: ModelSpec) -> Parameter:
     """The first of them."""
-    return next(embedding_parameters(model))
+    return embedding_parameters(model)[0]
 
 
 def layer_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:
@@ -80,7 +81,7 @@ def mtp_parameters(model: ModelSpec, depth: int) -> Iterator[Parameter]:
         yield from block_parameters(model, block)
 
 
-def head_parameters(model: ModelSpec) -> Iterator[Parameter]:
+def head_parameters(model: ModelSpec) -> tuple[Parameter, ...]:
     """Final norm, and the output table unless it is tied to the token table."""
     return block_parameters(model, head_block(model))
 
@@ -91,9 +92,10 @@ def parameters(model: ModelSpec) -> Iterator[Parameter]:
         yield from block_parameters(model, block)
 
 
-def block_parameters(model: ModelSpec, block: Block) -> Iterator[Parameter]:
-    """Those of one block."""
-    return operator_parameters(model, block.operators, block.prefix)
+@lru_cache(maxsize=4096)
+def block_parameters(model: ModelSpec, block: Block) -> tuple[Parameter, ...]:
+    """Those of one block; kept, because a search asks for the same ones over and over."""
+    return tuple(operator_parameters(model, block.operators, block.prefix))
 
 
 def count_parameters(model: ModelSpec) -> int:

@@ -201,6 +201,8 @@ def test_where_nothing_helps_the_hint_and_the_text_say_so(capsys):
     assert fit(plan).remedies == []
     (finding,) = fit(plan).findings
     assert "use more devices" in finding.hint
+    assert finding.rank == 0 and finding.key == "cluster.device_memory_bytes"
+    assert finding.where == ", ".join(["rank 0", *([finding.action] if finding.action else [])])
     assert main(["fit", "--model", "llama3-70b", "--cluster", "dgx-h100", "--devices", "1"]) == 1
     assert finding.hint in capsys.readouterr().out
 

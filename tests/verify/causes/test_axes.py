@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from shardproof.core.layout.layout import Layout
@@ -18,7 +19,7 @@ from shardproof.verify.ledger.ledger import (
     WEIGHT,
     Key,
 )
-from shardproof.verify.ledger.relations import in_ratio
+from shardproof.verify.ledger.relations import Evidence, in_ratio, relate_values
 from shardproof.verify.mutations.plans import EXPERTS, tiny
 
 PLAN = tiny(tp=2, dp=2, etp=2, sequence_parallel=True, model=EXPERTS)
@@ -58,3 +59,13 @@ def test_axes_are_distinguished_as_far_as_the_data_allow(phase, tensor, wrong, g
 def test_a_ratio_names_the_axes_that_are_left() -> None:
     assert in_ratio(Fraction(1, 2), Layout(tp=2, dp=2), ("dp",)) == ("scaled", "the right values times 1/2, as dp is")
     assert in_ratio(Fraction(1, 2), Layout(tp=2, dp=2))[1].endswith("as tp or dp or etp is")
+
+
+@pytest.mark.parametrize(("axes", "axis"), [(("dp",), "dp"), (("tp", "dp"), None), (("cp",), None)])
+def test_a_relation_has_the_axis_where_only_one_is_left(axes: tuple[str, ...], axis: str | None) -> None:
+    right = np.random.default_rng(1).standard_normal((4, 6), dtype=np.float32)
+    evidence = Evidence(layout=Layout(tp=2, dp=2), axes=axes)
+    related = relate_values(right, right / 2, (4, 6), ((0, 4), (0, 6)), evidence)
+    assert (related.kind, related.axis) == ("scaled", axis)
+    zero = relate_values(right, right * 0, (4, 6), ((0, 4), (0, 6)), evidence)
+    assert (zero.kind, zero.axis) == ("missing", None)

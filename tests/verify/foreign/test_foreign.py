@@ -407,6 +407,7 @@ def test_a_gradient_that_is_rounding_alone_and_a_lower_format_are_no_fault_and_a
     assert finding.where.endswith(
         "rank 1, backward and the reduction of gradients, gradient layers.1.attention.query.weight"
     )
+    assert (finding.rank, finding.tensor) == (1, "layers.1.attention.query.weight")
     assert (finding.hint or "").startswith("The replica on rank 0 is right.")
     first = compared(train("rate", rate=6e-3), right).report["first_divergence"]
     assert (first["tensor"], first["class"], first["words"]) == (

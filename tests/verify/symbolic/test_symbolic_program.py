@@ -150,6 +150,7 @@ def test_a_dropped_all_reduce_says_which_leaves_are_there():
     (finding,) = [finding for finding in proof_of(plan, dropped).findings if finding.rule == VALUE_RULE]
     num_leaves = plan.leaf_sizes.ffn.num_leaves
     assert finding.where == "pipeline rank 0, tp rank 0, 0F, layers.0.mlp.down (forward)"
+    assert (finding.rank, finding.tensor) == (0, "layers.0.mlp.down")
     assert finding.what == (
         f"it is the sum over leaves [0, {num_leaves // 2}) of {num_leaves} only: nothing has added the other ranks' "
         "parts."
@@ -301,7 +302,7 @@ def test_the_norm_of_gradients_in_parts_needs_the_sum_over_dp():
         )
 
     (finding,) = [finding for finding in proof_of(plan, step_program(change)).findings if finding.rule == VALUE_RULE]
-    assert finding.where == "STEP, grad_norm"
+    assert (finding.where, finding.tensor, finding.action) == ("STEP, grad_norm", "grad_norm", None)
 
 
 @pytest.mark.parametrize(("forget", "where"), [(True, "head.norm.weight"), (False, "position")])
@@ -372,4 +373,6 @@ def test_unshard_must_gather_over_all_copies():
         wrong = [
             finding for finding in prove(plan, schedule, step_program(change)).findings if finding.rule == VALUE_RULE
         ]
-        assert [finding.where for finding in wrong] == ["1UNSHARD"]
+        assert [(finding.where, finding.action, finding.key) for finding in wrong] == [
+            ("1UNSHARD", "1UNSHARD", "layout.dp")
+        ]
