@@ -101,9 +101,7 @@ def rank_groups(plan: AnyPlan) -> Iterator[RankGroup]:
 def _groups(whole: AnyPlan, plan: Plan, peaks: list[Peak]) -> Iterator[RankGroup]:
     """The groups of a part of the whole; `peaks` begin with its first pipeline rank's."""
     layout, first_rank = plan.layout, plan.first_rank
-    classes = [
-        (lo, hi, part_schedule(whole, plan, plan.microbatches_of(lo))) for lo, hi in _equal_replicas(plan)
-    ]
+    classes = [(lo, hi, part_schedule(whole, plan, plan.microbatches_of(lo))) for lo, hi in _equal_replicas(plan)]
     members = np.sort(np.array(layout.groups("tp-cp-ep-dp")), axis=1)
     for pp_rank, ranks in enumerate(members):
         tp_rank, dp_rank = (_coordinate(ranks - first_rank, plan, axis) for axis in ("tp", "dp"))

@@ -7,6 +7,7 @@ The runner of GitHub Actions takes a line for a command that begins with `::` af
 from __future__ import annotations
 
 import re
+from typing import Any, TypeGuard
 
 LONGEST_LINE = 1000
 """Characters of a line of an error message; longer ones come from values of a file, and are cut in the middle."""
@@ -25,6 +26,13 @@ _COMMAND = re.compile(r"^(\s*):(?=:)|##(?=\[)", re.MULTILINE)
 def is_plain(text: str) -> bool:
     """Whether a text is one line without control characters, as names are."""
     return _ANY.search(text) is None
+
+
+def is_plain_table(value: Any) -> TypeGuard[dict[str, str]]:
+    """Whether a value from outside is a table of such texts by such names."""
+    return isinstance(value, dict) and all(
+        isinstance(text, str) and is_plain(text) for entry in value.items() for text in entry
+    )
 
 
 def one_line(text: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.bounds import shown
-from ..base.names import is_plain
+from ..base.names import is_plain, is_plain_table
 
 VERSION = 2
 """Of the record that is written; the next is due when a field gets another meaning."""
@@ -47,10 +47,15 @@ class RecordedNumerics:
         return {**({"mode": self.mode} if self.mode else {}), **self.leaves}
 
     def differences(self, theirs: RecordedNumerics) -> Iterator[tuple[str, Any, Any]]:
-        """(name, own, theirs) of every pinned fact that both have and that differs. One kept by one of them alone is
-        that of an axis which the other version did not cut."""
+        """(name, own, theirs) of every pinned fact that differs. A leaf that one record of version 2 lacks is that of
+        an axis which the run did not cut. Version 1 did not say all leaves, and fast numerics have none: there only
+        what both have counts."""
         own, other = self.pinned, theirs.pinned
-        yield from ((name, own[name], other[name]) for name in own if name in other and other[name] != own[name])
+        full = self.mode == theirs.mode and self.version == theirs.version == VERSION
+        names = own | other if full else [name for name in own if name in other]
+        for name in names:
+            if own.get(name) != other.get(name):
+                yield name, own.get(name), other.get(name)
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON has it."""
@@ -62,7 +67,7 @@ class RecordedNumerics:
         for one of a version that is not known here."""
         if not isinstance(value, dict):
             raise ValueError(f"its numerics are {shown(value)}, no record")
-        if (version := value.get("version")) != VERSION:
+        if type(version := value.get("version")) is not int or version != VERSION:
             raise ValueError(
                 f"its numerics are recorded as version {shown(version)}, and this shardproof reads 1 and {VERSION}. "
                 "Use the version that wrote it"
@@ -70,7 +75,10 @@ class RecordedNumerics:
         unknown = value.keys() - {"version", "mode", "leaves", "machine"}
         if unknown:
             raise ValueError(f"its numerics have {shown(sorted(unknown, key=str)[0])}, which version {VERSION} has not")
-        return cls(_mode(value.get("mode")), _leaves(value.get("leaves")), _machine(value.get("machine")))
+        mode, leaves = _mode(value.get("mode")), _leaves(value.get("leaves"))
+        if mode == "fast" and leaves:
+            raise ValueError(f"its numerics are fast and have the leaf {shown(next(iter(leaves)))}, as exact ones have")
+        return cls(mode, leaves, _machine(value.get("machine")))
 
     @classmethod
     def of_version_1(cls, value: Any) -> RecordedNumerics:
@@ -98,7 +106,7 @@ def _leaves(value: Any) -> dict[str, Leaf]:
 
 
 def _machine(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(each, str) and is_plain(each) for each in value.values()):
+    if not is_plain_table(value) or len(value) > MOST_FACTS:
         raise ValueError(f"the machine of its numerics is {shown(value)}, not a table of texts")
     return dict(value)
 

@@ -253,4 +253,3 @@ def report_of(
 def plan_capacities(plan: AnyPlan) -> list[Capacity]:
     """The capacity of the smallest device of every pipeline rank."""
     return [capacity for part in plan.parts for capacity in capacities(part)]
-

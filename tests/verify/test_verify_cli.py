@@ -75,7 +75,8 @@ def test_json_is_one_object_with_the_promised_keys(tmp_path: Path, capsys: pytes
     assert main(["verify", written(tmp_path, WITHOUT_RECEIVE), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is False
-    assert [set(finding) for finding in report["findings"]] == [{"rule", "severity", "where", "what", "hint"}]
+    keys = {"rule", "severity", "where", "what", "hint", "rank", "action", "axis", "tensor", "microbatch", "key"}
+    assert [set(finding) for finding in report["findings"]] == [keys]
     assert report["checked"]["num_actions"] == 11
 
 

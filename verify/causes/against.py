@@ -28,9 +28,7 @@ from .axes import likely_axes, wrong_gradients
 from .describe import differing_words, divergence, later, problem_words, where_of
 from .summaries import explained_by_summaries, with_flip
 
-HOW_KEYS = frozenset(
-    {"batch.micro_size", "precision.gradient_dtype", "train.timeout_s", "train.steps"}
-)
+HOW_KEYS = frozenset({"batch.micro_size", "precision.gradient_dtype", "train.timeout_s", "train.steps"})
 """Fields that do not change what exact numerics compute."""
 
 OF_THE_PROBLEM = ("batch", "precision", "optimizer", "train")

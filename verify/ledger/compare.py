@@ -190,9 +190,7 @@ def ranks_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
 # Dataflow order
 
 
-def _position(
-    reference: RunLedger, names: Iterable[str], found: Sequence[Difference]
-) -> Callable[[Difference], tuple]:
+def _position(reference: RunLedger, names: Iterable[str], found: Sequence[Difference]) -> Callable[[Difference], tuple]:
     """A sort key: gathered weights, activations forward, loss, those computed again, their gradients backward,
     parameter gradients backward, norm, optimizer, weights."""
     parameter_position = {name: i for i, name in enumerate(names)}

@@ -144,6 +144,8 @@ def read_ledger(path: str | Path) -> SavedLedger | RecordedLedger:
         raise _broken(files[0], f"its plan has {plan.world_size} ranks, and {first['world_size']} ran")
     recorded = first.get("numerics")
     numerics = recorded_numerics(plan) if recorded is None else RecordedNumerics.from_json(recorded)
+    if numerics.mode != plan.numerics.mode:
+        raise _broken(files[0], f"its numerics are {numerics.mode}, and those of its plan {plan.numerics.mode}")
     return SavedLedger(folder, run, plan, numerics, environments)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from ...core.base.digest import Region
-from ...core.base.names import is_plain
+from ...core.base.names import is_plain, is_plain_table
 from ...core.layout.recorded_numerics import RecordedNumerics
 from .ledger import (
     ACTIVATION,
@@ -68,9 +67,7 @@ def header_problem(header: Any) -> str:
         return f"world_size is {_short(ranks)}, not a number of ranks from 1 to {MOST_RANKS:,}"
     if not _is_count(rank) or rank >= ranks:
         return f"rank is {_short(rank)}, not one of 0 to {ranks - 1}"
-    if not isinstance(environment, Mapping) or not all(
-        isinstance(each, str) and is_plain(each) for each in environment.values()
-    ):
+    if not is_plain_table(environment):
         return f"environment is {_short(environment)}, not a table of texts"
     if "numerics" in header:
         try:

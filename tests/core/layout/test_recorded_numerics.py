@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from helpers.modules import modular, module
 from helpers.plans import plan
 from shardproof import Layout, Plan
 from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.cli import main
 from shardproof.core.layout.recorded_numerics import VERSION, RecordedNumerics
 from shardproof.core.plan.plan import recorded_numerics
 from shardproof.core.plan.sections import Numerics
+from shardproof.verify.ledger.file import read_ledger
 
 MACHINE = {"device": "cpu", "torch": "2.13.0"}
 
@@ -23,15 +26,21 @@ MACHINE = {"device": "cpu", "torch": "2.13.0"}
 def exact(layout: Layout, **blocks: int) -> Plan:
     """A model of 30 heads and 60 samples, which degrees 2, 3, 5 and 6 divide."""
     sizes = {"num_heads": 30, "num_kv_heads": 30, "hidden_size": 60, "head_dim": 2, "ffn_hidden_size": 120}
-    return plan(layout, **sizes, num_layers=6, samples=60, sequence=60, numerics=Numerics("exact", **blocks))
+    return plan(layout, **sizes, num_layers=6, samples=60, sequence=120, numerics=Numerics("exact", **blocks))
 
 
-@given(st.sampled_from((1, 2, 3, 5, 6)), st.sampled_from((1, 2, 3, 6)), st.sampled_from((1, 2, 3, 5, 6)))
+@given(
+    st.sampled_from((1, 2, 3, 5, 6)),
+    st.sampled_from((1, 2, 3, 6)),
+    st.sampled_from((1, 2, 3, 5, 6)),
+    st.sampled_from((1, 2, 5)),
+)
 @settings(max_examples=25)
-def test_the_record_is_that_of_the_problem_in_every_layout(tp: int, pp: int, dp: int) -> None:
-    one = recorded_numerics(exact(Layout()))
-    assert recorded_numerics(exact(Layout(tp=tp, pp=pp, dp=dp))) == one
-    assert one.leaves["gradient_token_block"] == 60 and one.leaves["heads"] == {"num_items": 30, "block": 1}
+def test_the_record_is_that_of_the_problem_in_every_layout(tp: int, pp: int, dp: int, cp: int) -> None:
+    blocks = {"gradient_token_block": 2, "reduction_token_block": 2}
+    one = recorded_numerics(exact(Layout(), **blocks))
+    assert recorded_numerics(exact(Layout(tp=tp, pp=pp, dp=dp, cp=cp), **blocks)) == one
+    assert one.leaves["gradient_token_block"] == 2 and one.leaves["heads"] == {"num_items": 30, "block": 1}
 
 
 def test_fast_numerics_whose_bits_depend_on_the_layout_have_no_leaves() -> None:
@@ -48,11 +57,22 @@ def test_a_record_is_read_back_as_it_was_written() -> None:
     assert RecordedNumerics.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
-def test_what_differs_has_a_name_and_what_one_record_lacks_does_not_count() -> None:
+def test_what_differs_has_a_name() -> None:
     blocks = ({"gradient_token_block": block, "reduction_token_block": 5} for block in (10, 20))
     one, other = (recorded_numerics(exact(Layout(), **each)) for each in blocks)
     assert list(one.differences(other)) == [("gradient_token_block", 10, 20)]
-    assert list(one.differences(RecordedNumerics("exact", {"queries": 3}))) == []
+
+
+def test_a_leaf_that_one_full_record_lacks_is_one_that_it_did_not_cut() -> None:
+    cut = RecordedNumerics("exact", {"queries": 3, "expert_ffn": None})
+    assert list(cut.differences(RecordedNumerics("exact"))) == [("queries", 3, None)]
+    assert list(RecordedNumerics("exact").differences(cut)) == [("queries", None, 3)]
+
+
+def test_what_version_1_or_fast_numerics_do_not_say_does_not_count() -> None:
+    cut = RecordedNumerics("exact", {"queries": 3})
+    assert list(cut.differences(RecordedNumerics("exact", version=1))) == []
+    assert list(cut.differences(RecordedNumerics("fast"))) == [("mode", "exact", "fast")]
 
 
 def test_version_1_had_mode_and_leaves_in_one_table() -> None:
@@ -67,12 +87,15 @@ def test_version_1_had_mode_and_leaves_in_one_table() -> None:
     [
         ({"version": 3}, "recorded as version 3, and this shardproof reads 1 and 2"),
         ({"version": None}, "recorded as version None"),
+        ({"version": 2.0}, "recorded as version 2.0"),
+        ({"mode": "fast"}, "fast and have the leaf 'heads'"),
         ({"mode": "quick"}, "mode of its numerics is 'quick'"),
         ({"leaves": {"heads": {"num_items": 4}}}, "the leaf 'heads' of its numerics is"),
         ({"leaves": {"heads": {"num_items": 4, "block": 0}}}, "the leaf 'heads'"),
         ({"leaves": {"heads": True}}, "the leaf 'heads' of its numerics is true"),
         ({"leaves": []}, "the leaves of its numerics are"),
         ({"machine": {"torch": 2}}, "not a table of texts"),
+        ({"machine": {"torch\x1b[2J": "2"}}, "not a table of texts"),
         ({"tile": 8}, "its numerics have 'tile', which version 2 has not"),
     ],
 )
@@ -99,14 +122,29 @@ def test_anything_else_is_a_value_error(change: dict[str, Any], other: Any) -> N
         assert record.version == VERSION and record.to_json() == value
 
 
-def test_files_of_another_version_are_refused_before_a_bit_is_compared(tmp_path: Any) -> None:
-    from shardproof.verify.ledger.file import read_ledger
+def ledger_of(folder: Path, numerics: dict[str, Any] | None, **changed: Any) -> Path:
+    """A ledger of `plan()` without a tensor, with that record in its header; None is version 1, which had none."""
+    header = {"format": 3, "rank": 0, "world_size": 1, "environment": {}, "plan": plan().to_toml(), **changed}
+    folder.mkdir()
+    (folder / "rank-0.jsonl").write_text(json.dumps(header if numerics is None else {**header, "numerics": numerics}))
+    return folder
 
-    one = plan()
-    header = {"format": 3, "rank": 0, "world_size": 1, "environment": {}, "plan": one.to_toml()}
-    file = tmp_path / "rank-0.jsonl"
-    file.write_text(json.dumps(header) + "\n")
-    assert read_ledger(tmp_path).numerics == recorded_numerics(one)  # version 1: its plan's
-    file.write_text(json.dumps({**header, "numerics": {"version": 7}}) + "\n")
-    with pytest.raises(PlanError, match="recorded as version 7, and this shardproof reads 1 and 2"):
-        read_ledger(tmp_path)
+
+def test_a_ledger_of_version_1_has_the_numerics_of_its_plan(tmp_path: Path) -> None:
+    assert read_ledger(ledger_of(tmp_path / "run", None)).numerics == recorded_numerics(plan())
+
+
+@pytest.mark.parametrize(
+    ("numerics", "changed", "words"),
+    [
+        ({"version": 7}, {}, "recorded as version 7, and this shardproof reads 1 and 2"),
+        (recorded_numerics(plan(mode="fast")).to_json(), {}, "its numerics are fast, and those of its plan exact"),
+        (None, {"environment": {"\x1b[2J": "cpu"}}, "not a table of texts"),
+    ],
+)
+def test_a_ledger_is_refused_before_a_bit_is_compared(
+    tmp_path: Path, numerics: dict[str, Any] | None, changed: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PlanError, match=words):
+        read_ledger(ledger_of(tmp_path / "run", numerics, **changed))
+    assert main(["verify", str(tmp_path / "run"), "--against", str(tmp_path / "run")]) == 2
