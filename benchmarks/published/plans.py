@@ -309,28 +309,22 @@ def _precision(row_facts: _RowFacts) -> Precision:
         raise RowError(f"precision {said!r} is not modelled")
     # Composer: `mixed_precision: PURE` reduces in the format of the weights, `DEFAULT` in fp32.
     reduced = {"PURE": "bf16", "DEFAULT": "fp32"}.get(row_facts.text("flags.mp_mode"), row_facts.stack.gradient_dtype)
-    scaling = None
-    if row_facts.stack.profile == "torchtitan":
-        scaling = next((reach for word, reach in (("rowwise", "row"), ("mxfp8", "block")) if word in str(said)), None)
+    scaling = next((reach for word, reach in row_facts.stack.scalings.items() if word in str(said)), None)
     return Precision(dtype, reduced, scaling=scaling)  # type: ignore[arg-type]
 
 
 def _recompute(row_facts: _RowFacts, model: ModelSpec, layout: Layout) -> Recompute:
-    """torchtitan's `selective` by layer recomputes every second layer; by operation it goes by no modules
-    (`Profile.selective_operators`). XLA's policies of saving projections repeat norms, core and the MLP up to its last
-    product; attention's output, which MaxText's policy does not save, is not counted (1% to 2% of a step)."""
+    """What the row repeats; `selective` by layer is every second layer."""
     said = str(row_facts.need("recompute"))
     if row_facts.row["recompute"] is None and (modules := recipe_of(row_facts.row).modules):
         return Recompute("selective", modules=modules)
     if not said.startswith("selective"):
         return Recompute("full" if said.startswith("full") else "none")
-    if row_facts.stack.profile not in ("torchtitan", "xla"):
+    if not (selective := row_facts.stack.selective):
         return Recompute("selective")
     if "(layer)" in said:
         return Recompute("full", num_layers=max(1, model.num_layers // layout.num_stages // 2))
-    if row_facts.stack.profile == "torchtitan":
-        return Recompute("selective", modules=("core_attn",) if "core" in said else ("norm",))
-    return Recompute("selective", modules=("core_attn", "norm", "mlp") if "save_qkv" in said else ("norm", "mlp"))
+    return Recompute("selective", modules=next(modules for word, modules in selective.items() if word in said))
 
 
 def _runtime(row_facts: _RowFacts) -> Runtime:
@@ -345,20 +339,14 @@ def _runtime(row_facts: _RowFacts) -> Runtime:
         **recipe_of(row_facts.row).runtime,
         **row_facts.stack.runtime,
     }
-    return Runtime(profile=_profile(row_facts), **fields)  # type: ignore[arg-type]
+    return Runtime(profile=_profile(row_facts), **fields)
 
 
 def _profile(row_facts: _RowFacts) -> str:
-    """The row's software stack. Composer's `PURE` tables are older than the others:
-    scripts/train/benchmarking/sweep.sh of llm-foundry takes an image of torch 1.13.1 before b2a43a1, which left
-    them and added the rest, and of 2.1.0 from there on."""
+    """The row's software stack."""
     if row_facts.stack.sharded_profile is not None and "ZeRO-3" in row_facts.text("parallel.sharding"):
         return row_facts.stack.sharded_profile
-    return (
-        "fsdp-1.13"
-        if row_facts.stack.profile == "fsdp" and row_facts.text("flags.mp_mode") == "PURE"
-        else row_facts.stack.profile
-    )
+    return row_facts.stack.profile_of_mode.get(row_facts.text("flags.mp_mode"), row_facts.stack.profile)
 
 
 def _data_parallel(row_facts: _RowFacts, layout: Layout) -> DataParallel:

@@ -68,7 +68,9 @@ class Stack:
     `runtime` and `data_parallel` hold fields of those sections. `corrections` replace fields that the rows mark as
     inferred. `power_share`: as in `Machine`, where the source says it of all its machines. `gradient_dtype` is what
     gradients are kept and reduced in, where it is not the profile's, and `sharded_profile` the profile of rows under
-    ZeRO-3, where other code runs them. `left_open` has other values of defaults that public evidence admits as well.
+    ZeRO-3, where other code runs them; `profile_of_mode` has those of rows by their `mp_mode`. `left_open` has other values
+    of defaults that public evidence admits as well. `scalings`: word of a row's precision -> `precision.scaling`.
+    `selective`: word of a row's recomputation -> modules that are repeated, the first that fits.
     """
 
     profile: str
@@ -84,6 +86,9 @@ class Stack:
     power_share: float = 1.0
     left_open: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     sharded_profile: str | None = None
+    profile_of_mode: Mapping[str, str] = field(default_factory=dict)
+    scalings: Mapping[str, str] = field(default_factory=dict)
+    selective: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 _NEMO = Stack(
@@ -135,13 +140,23 @@ _VOCABULARY = Stack(
     model={"tied_embeddings": False},
     corrections={"precision": "fp16"},
 )
-_TITAN = Stack("torchtitan", "torchtitan", {"recompute": "selective"})
+_TITAN = Stack(
+    "torchtitan",
+    "torchtitan",
+    {"recompute": "selective"},
+    scalings={"rowwise": "row", "mxfp8": "block"},
+    selective={"core": ("core_attn",), "": ("norm",)},  # it goes by no modules (`Profile.selective_operators`)
+)
 _TITAN_2025 = replace(
     _TITAN, note=("torchtitan, whose loss is compiled with the model since 2025"), runtime={"fused_loss": True}
 )
 
 _XLA: Mapping[str, Any] = {"attention": "fused", "compile": True, "fused_loss": True}
 """Compiled steps with attention of cuDNN."""
+
+_XLA_SELECTIVE = {"save_qkv": ("core_attn", "norm", "mlp"), "": ("norm", "mlp")}
+"""XLA's policies of saving projections repeat norms, core and the MLP up to its last product; attention's output, which
+MaxText's policy does not save, is not counted (1% to 2% of a step)."""
 
 STACKS: Mapping[str, Stack] = {
     "SC21 Narayanan": Stack(
@@ -223,6 +238,7 @@ STACKS: Mapping[str, Stack] = {
         "(tag v25.04.01, maxtext/configure.sh)",
         {"recompute": "selective (save_qkv_proj)", "shard": 128},
         runtime=_XLA,
+        selective=_XLA_SELECTIVE,
     ),
     "dgxc_paxml": Stack(
         "xla",
@@ -231,6 +247,7 @@ STACKS: Mapping[str, Stack] = {
         "(tag v24.11.1, paxml/configure.sh and paxml_mod_configs.py)",
         {"recompute": "selective (save_qkv_out_proj)", "shard": 128},
         runtime=_XLA,
+        selective=_XLA_SELECTIVE,
     ),
     "dgxc2502": replace(
         _NEMO_1, note=("NeMo 1 of container 24.12 (tag v25.02.01, configure.sh of llama3.1 and nemotron)")
@@ -393,6 +410,7 @@ STACKS: Mapping[str, Stack] = {
         "torch 2.1.0, whose checkpoints stop early, and 1.13.1 in the tables of mixed precision PURE (sweep.sh at "
         "b2a43a1 and before)",
         runtime={"attention": "triton", "fused_loss": True},
+        profile_of_mode={"PURE": "fsdp-1.13"},
     ),
     "IBM/PyTorch FSDP blog": Stack("fsdp", "PyTorch FSDP"),
     "torchtitan benchmarks": _TITAN,

@@ -18,7 +18,7 @@ from ..model.model_presets import MODEL_PRESETS
 from ..model.parameters import count_active_parameters, count_parameters
 from ..plan.json_schema import plan_schema
 from ..plan.keys import KEYS, Key
-from ..plan.profile_names import PROFILE_STACKS
+from ..plan.stacks import STACKS
 from ..schedule import CATALOG
 from .commands import Command
 from .options import add_output, emit
@@ -67,7 +67,7 @@ def catalog() -> dict[str, dict[str, dict[str, Any]]]:
         "schedules": {
             name: {"name": name, "summary": entry.summary, "legal": entry.legal} for name, entry in CATALOG.items()
         },
-        "profiles": {name: {"name": name, "stack": stack} for name, stack in PROFILE_STACKS.items()},
+        "profiles": {name: {"name": name, "stack": stack} for name, stack in STACKS.items()},
         "keys": {
             key.dotted: {"legal": key.legal, "default": _default(key), "doc": key.doc, **_more(key)} for key in KEYS
         },
@@ -127,7 +127,7 @@ def _listed(kind: str, width: int | None) -> str:
         "models": lambda: [_model_row(model) for model in MODEL_PRESETS.values()],
         "clusters": lambda: [_cluster_row(_one_node(name)) for name in CLUSTER_PRESETS],
         "schedules": lambda: [(name, f"{entry.summary} ({entry.legal})") for name, entry in CATALOG.items()],
-        "profiles": lambda: list(PROFILE_STACKS.items()),
+        "profiles": lambda: list(STACKS.items()),
         "keys": lambda: [_key_row(key) for key in KEYS],
     }
     return _table(rows[kind](), width)

@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
-from typing import Literal, get_args
+from typing import Literal
 
 from ..base.bounds import DEVICES, FACTOR, LAYERS, SEQUENCES, TABLE, TOKENS, Bound
 from ..base.option import Bounded, noun, option
 from ..schedule import CATALOG
-
-ProfileName = Literal[
-    "shardproof",
-    "megatron-te",
-    "megatron-fsdp",
-    "nemo-24.05",
-    "nemo-25.02",
-    "torchtitan",
-    "fsdp",
-    "fsdp-1.13",
-    "xla",
-    "nanotron",
-    "megatron-2021",
-    "megatron-2022",
-    "megatron-2023",
-    "megatron-deepspeed",
-    "megatron-deepspeed-2023",
-    "deepspeed-zero3",
-    "zero-bubble",
-    "zero-bubble-te",
-    "zero-bubble-flash",
-]
-
-PROFILES: tuple[str, ...] = get_args(ProfileName)
-"""Software stacks whose memory and overlap can be modelled, our own first; `simulator.stack.profiles`
-says what each one does."""
+from .stacks import STACKS
 
 RECOMPUTE_MODULES = ("core_attn", "norm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
 """What selective recomputation can choose, as Megatron-Core's `--recompute-modules` (there `norm` is `layernorm`):
@@ -47,9 +22,10 @@ class Runtime:
     """Whose memory and overlap behaviour is modelled, and what of it the run does differently; None is as the
     profile."""
 
-    profile: ProfileName = option(
+    profile: str = option(
         "whose memory and overlap behaviour is modelled",
         default="shardproof",
+        choices=tuple(STACKS),
         listed="profiles",
         read_by="simulator.stack.profiles",
     )
@@ -161,7 +137,7 @@ class Runtime:
         default=None,
         default_note="as the profile",
         more="It writes the gradient of the loss over the logits instead.",
-        read_by="simulator.memory.profiles",
+        read_by="simulator.stack.profiles",
     )
 
 

@@ -171,12 +171,6 @@ class CommunicationPricing:
         """Those of the axes over which layers communicate."""
         return self._spreads.of_rank(self._inner_axes, *place)
 
-    @property
-    def _is_own(self) -> bool:
-        """True for our own backend, which after a microbatch reduces what `core.program` says; other stacks
-        reduce everything then."""
-        return self.profile.name == "shardproof"
-
     def _collective_s(self, operation: Collective, place: Place) -> float:
         spread = self.spread(operation.axis, place)
         if self.profile.dispatch_once and operation.axis == "ep" and operation.op == "all_to_all":
@@ -192,7 +186,11 @@ class CommunicationPricing:
         if key not in self._shared:
             total, width = Seconds(), self.profile.gradient_bytes(self.plan.precision.dtype)
             replica = self.plan.placement.replica_of(*place)
-            each = reduce_microbatch(self.plan, place.stage) if kind is Kind.REDUCE_GRAD and not self._is_own else ()
+            each = (
+                reduce_microbatch(self.plan, place.stage)
+                if kind is Kind.REDUCE_GRAD and not self.profile.reduces_by_program
+                else ()
+            )
             for operation in (*each, *operations(self.plan, kind, place.stage, replica=replica)):
                 assert isinstance(operation, Collective)
                 if kind is Kind.REDUCE_GRAD and COMPONENT_OF_AXIS[operation.axis] == "dp_comm":

@@ -22,6 +22,7 @@ from ...core.program import Collective, Group, Op, Operation, Product, group_ops
 from ...core.program.tensors import Tensors
 from ..compute.host_kernels import Variant, attention_head_s, host_product_s, kernel_s
 from ..engine.seconds import NOTHING, Seconds
+from ..stack.profiles import profile_of
 from .blocks import COMPONENT_OF_AXIS, Block, Part
 from .host_cores import skew_s
 
@@ -50,7 +51,7 @@ def is_host(plan: Plan) -> bool:
 
     Everything else that names a calibrated cluster is priced from its rates, as on any device.
     """
-    if not plan.cluster.kernel_curve or plan.runtime.profile != "shardproof":
+    if not plan.cluster.kernel_curve or not profile_of(plan).host_kernels_counted:
         return False
     layout, groups = plan.layout, (group for stage in plan.stages for group in stage_groups(plan, stage.stage))
     plain = all(is_counted(group) for group in groups)

@@ -241,12 +241,12 @@ class Pricing(CommunicationPricing):
         if self._is_host:
             flatten_s = host_flatten_s(self.plan, self._elements(place.stage)) if seconds.total_s else 0.0
             seconds += Seconds(other=host_check_s(self.plan, place.stage) + flatten_s)
-        hides = self.plan.layout.zero >= 2 and not self._is_own
+        hides = self.plan.layout.zero >= 2 and not self.profile.reduces_by_program
         return Seconds(dp_comm=seconds.total_s / (self._num_blocks(place.stage) if hides else 1))
 
     def _after_microbatch_s(self, place: Place) -> float:
         """Seconds in which gradients are reduced after a microbatch, with ZeRO 2 and 3."""
-        if not self._is_own:
+        if not self.profile.reduces_by_program:
             return self._communication(Kind.REDUCE_GRAD, place).dp_comm
         return sum(self._collective_s(operation, place) for operation in reduce_microbatch(self.plan, place.stage))
 
@@ -298,7 +298,7 @@ class Pricing(CommunicationPricing):
         zero, communicated_s, reduce_s = self.plan.layout.zero, 0.0, 0.0
         if zero == 3 and gathers and not self._gathers_scheduled:
             communicated_s += self._communication(Kind.UNSHARD, place).total_s
-        if zero >= 2 and reduces and self._is_own and not self.profile.overlap_grad_reduce:
+        if zero >= 2 and reduces and self.profile.reduces_by_program and not self.profile.overlap_grad_reduce:
             work += Seconds(dp_comm=self._after_microbatch_s(place))
         elif zero >= 2 and reduces:
             reduce_s = self._after_microbatch_s(place)

@@ -11,7 +11,7 @@ from ...core.machine.cluster_presets import as_device
 from ...core.machine.variation import devices_named
 from ...core.plan.plan import Plan
 from ..network.link_shares import rank_index
-from .profiles import memory_profile
+from ..stack.profiles import profile_of
 from .reserved import reserved_bytes
 
 
@@ -53,7 +53,7 @@ def capacity_of(plan: Plan) -> Capacity:
     cluster, reserved = plan.cluster, reserved_bytes(plan)
     device, headroom = int(cluster.device_memory_bytes), cluster.headroom_bytes
     left = max(0, device - reserved - headroom)
-    usable = int(left / memory_profile(plan).allocator_factor)
+    usable = int(left / profile_of(plan).memory.allocator_factor)
     return Capacity(device, reserved, headroom, left - usable, usable)
 
 

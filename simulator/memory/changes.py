@@ -12,7 +12,7 @@ from ...core.base.reduction import sibling
 from ...core.plan.plan import Plan
 from ...core.schedule.action import ActionArray, Kind
 from ...core.schedule.schedule import Schedule
-from .profiles import MemoryProfile
+from ..stack.memory_profile import MemoryProfile
 from .sizes import rank_step_bytes, stage_sizes
 
 MOST_BYTES = 2**62

@@ -3,7 +3,7 @@ the action that sets it.
 
 What a microbatch leaves between its forward and its backward, and the most either holds while it runs, comes from
 tapes of the actual layers (`memory_tape`, `memory_layers`); what stays throughout from shapes (`memory_static`);
-what else a software stack holds from `memory_profiles`. Bytes are those of tensors, as
+what else a software stack holds from `simulator.stack`. Bytes are those of tensors, as
 `torch.cuda.max_memory_allocated` counts them; the allocator's rounding and the CUDA context come on top in
 `RankMemory.reserved_bytes` and `device_bytes`.
 """
@@ -25,10 +25,10 @@ from ...core.schedule.placement import Placement
 from ...core.schedule.schedule import Schedule
 from ...core.schedule.timeline import MemorySample
 from ..engine.engine import Run
+from ..stack.memory_profile import MemoryProfile
 from ..stack.profiles import profile_of
 from .changes import all_changes
 from .peaks import peaks
-from .profiles import MemoryProfile, memory_profile
 from .reserved import reserved_bytes
 from .sizes import stage_sizes
 from .states import states_of
@@ -87,7 +87,7 @@ class RankMemory:
 
 def rank_memories(plan: Plan, schedule: Schedule, recv_buffers: int = 2) -> tuple[RankMemory, ...]:
     """Peak memory of every pipeline rank when it runs its row of the schedule (lowered or not) in order."""
-    profile, sizes = memory_profile(plan), stage_sizes(plan)
+    profile, sizes = profile_of(plan).memory, stage_sizes(plan)
     at_peaks, owned = peaks(plan, profile, schedule), schedule.placement.stages_of_ranks
     gathers = plan.layout.zero == 3 and not (schedule.actions.kind == Kind.UNSHARD).any()
     buffers: dict[tuple[object, ...], int] = {}
@@ -136,7 +136,7 @@ def memory_samples(
 ) -> tuple[MemorySample, ...]:
     """Bytes held by each rank over time: a sample where an action that changes them starts and where it ends."""
     schedule = run.graph.schedule
-    parts = all_changes(plan, schedule, memory_profile(plan))
+    parts = all_changes(plan, schedule, profile_of(plan).memory)
     begins, ends = (sum(getattr(part, name) for part in parts) for name in ("begins", "ends"))
     samples: list[MemorySample] = []
     for memory, lo, hi in zip(memories, schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist(), strict=True):

@@ -11,8 +11,8 @@ import numpy as np
 from ...core.plan.plan import Plan
 from ...core.schedule.action import Action, Kind
 from ...core.schedule.schedule import Schedule
+from ..stack.memory_profile import MemoryProfile
 from .changes import all_changes, check_countable
-from .profiles import MemoryProfile
 from .sizes import rank_step_bytes, stage_sizes
 from .states import states_of
 

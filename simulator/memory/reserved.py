@@ -16,7 +16,7 @@ CONTEXT_BYTES, RINGS_WITHIN = 1_500_000_000, 3
 allocator does not: measured, README of the published runs. The context alone is 0.51 GiB on an A100
 (Lightning-AI/litgpt, tutorials/oom.md), 0.74 on a GH200 (the same, issue 1892) and 0.70 on a B200
 (stas00/ml-engineering, debug/pytorch.md). Fewer rings count as three. cuBLAS's workspaces are tensors of the allocator
-and counted there (`memory_profiles`)."""
+and counted there (`simulator.stack`)."""
 
 RECEIVER_BYTES, SENDER_BYTES = 10 * MIB, 2 * MIB
 """What one connection of one channel takes at either end. Measured: sizes in NCCL's log of allocations on eight H100

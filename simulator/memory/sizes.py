@@ -9,10 +9,10 @@ from functools import lru_cache
 from ...core.model.blocks import Block, layer_blocks
 from ...core.plan.plan import Plan
 from ...core.program import Group, composition, stage_groups
+from ..stack.profiles import profile_of
 from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
 from .own import own_nodes, own_reduce_bytes, own_step_bytes
 from .own_zero import backward_bytes, gathering_bytes
-from .profiles import memory_profile
 from .static import gathered_bytes, gradients_bytes, optimizer_bytes, step_bytes, weights_bytes
 from .tape import EMPTY, Node, TapeMemory, tape_memory
 from .tensors import LayerTensors
@@ -40,7 +40,7 @@ def stage_activation_bytes(plan: Plan) -> list[int]:
 
 def layer_activation_bytes(plan: Plan, layer: int = 0) -> int:
     """Bytes one microbatch keeps of one transformer layer."""
-    tensors = LayerTensors(plan, memory_profile(plan))
+    tensors = LayerTensors(plan, profile_of(plan).memory)
     return _layer_memory(tensors, layer_blocks(plan.model)[layer], plan.recompute.mode == "full").retained_bytes
 
 
@@ -73,7 +73,7 @@ def stage_sizes(plan: Plan) -> tuple[StageSizes, ...]:
 @lru_cache(maxsize=1024)
 def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
     plan = keyed_plan.plan
-    profile = memory_profile(plan)
+    profile = profile_of(plan).memory
     tensors = LayerTensors(plan, profile)
     layout = plan.layout
     cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
@@ -127,7 +127,7 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> S
 def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """What the optimizer step of every rank, which holds the stages `owned`, holds besides all else."""
     sizes = stage_sizes(plan)
-    if not memory_profile(plan).separate_gradients:
+    if not profile_of(plan).memory.separate_gradients:
         return tuple(sum(sizes[stage].step_bytes for stage in stages) for stages in owned)
     return tuple(
         own_step_bytes(plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages))

@@ -16,7 +16,7 @@ from ...core.model.roles import Role
 from ...core.plan.plan import Plan
 from ...core.program import Group, Held, held_elements, held_gradients, num_shards, stage_groups, weight_bytes
 from ...core.program.buckets import sums_are_sharded
-from .profiles import MemoryProfile
+from ..stack.memory_profile import MemoryProfile
 from .tensors import LayerTensors, rotary_table_bytes
 
 MOMENT_BYTES = 8

@@ -10,7 +10,7 @@ from ...core.model.operators import Width
 from ...core.model.rotary import rotary_width
 from ...core.plan.plan import Plan
 from ...core.program.tensors import Tensors
-from .profiles import MemoryProfile
+from ..stack.memory_profile import MemoryProfile
 
 MASK_BYTES = 1
 """A dropout mask holds one byte per element."""

@@ -22,8 +22,8 @@ from ...core.schedule.placement import Placement
 from ..compute.compute import slowed_s
 from ..cost.pricing import Pricing
 from ..engine.seconds import COMPONENTS, GRID, Seconds
-from ..memory.profiles import memory_profile
 from ..memory.sizes import StageSizes, stage_sizes
+from ..stack.profiles import profile_of
 from .space import Family
 
 WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "Combined1F1B"})
@@ -149,7 +149,7 @@ def lower_bound_s(plan: Plan, pricing: Pricing) -> float:
 def memory_bound_bytes(plan: Plan) -> int:
     """Bytes that the worst rank holds at least: what stays throughout and what its schedule must have in flight on the
     first rank, or on the rank of the last stage, which keeps the logits."""
-    sizes, profile = stage_sizes(plan), memory_profile(plan)
+    sizes, profile = stage_sizes(plan), profile_of(plan).memory
     owned = plan.placement.stages_of_ranks
     found = 0
     for stage, own in ((0, owned[plan.placement.ranks[0][0]]), (len(sizes) - 1, owned[plan.placement.ranks[-1][0]])):

@@ -8,7 +8,7 @@ stage, and a cut has plans.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -27,45 +27,6 @@ from ..stack.profiles import PROFILES
 
 MICRO_SIZES = (1, 2, 4, 8, 16)
 """Microbatch sizes tried unless one is pinned."""
-
-_ALL = tuple(name for name in CATALOG if name != "ZBAuto")
-
-_ZERO_BUBBLE = ("1F1B", "Interleaved1F1B", "ZBH1", "ZBH2", "ZBVZeroBubble", "VHalf", "VMin")
-
-SCHEDULES: Mapping[str, tuple[str, ...]] = {
-    "shardproof": _ALL,
-    "torchtitan": (
-        "GPipe",
-        "1F1B",
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    ),
-    **dict.fromkeys(("megatron-te", "nemo-24.05", "nemo-25.02"), ("1F1B", "Interleaved1F1B", "Combined1F1B")),
-    **dict.fromkeys(("megatron-2021", "megatron-2022", "megatron-2023"), ("GPipe", "1F1B", "Interleaved1F1B")),
-    **dict.fromkeys(
-        (
-            "megatron-deepspeed",
-            "megatron-deepspeed-2023",
-            "deepspeed-zero3",
-            "megatron-fsdp",
-            "fsdp",
-            "fsdp-1.13",
-            "xla",
-        ),
-        ("1F1B",),
-    ),
-    "nanotron": ("GPipe", "1F1B"),
-    **dict.fromkeys(("zero-bubble", "zero-bubble-te", "zero-bubble-flash"), _ZERO_BUBBLE),
-}
-"""Schedules tried unless one is pinned, by `runtime.profile`: those that the stack runs. Ours runs the whole catalog,
-of which ZBAuto, itself a search over orders, is tried only when it is pinned; torch.distributed.pipelining has
-`get_schedule_class` (schedules.py); Megatron-Core `get_forward_backward_func` (pipeline_parallel/schedules.py) and
-`--overlap-moe-expert-parallel-comm`; Megatron-LM of 2021 had GPipe until PipeDream-flush replaced it (Narayanan et al.
-2021, section 2.2); DeepSpeed's `TrainSchedule` is 1F1B, nanotron also has all-forward-all-backward; stacks without
-pipelines have one stage."""
 
 MAX_CHUNKS = 8
 """Most stages per pipeline rank tried unless vpp is pinned."""
@@ -295,7 +256,7 @@ def _names(space: SearchSpace, pp: int, vpp: int) -> list[str]:
     gradient accumulation."""
     if pp == 1:
         return ["1F1B"]
-    return [name for name in SCHEDULES[space.runtime.profile] if CATALOG[name].nearest_vpp(vpp) == vpp]
+    return [name for name in PROFILES[space.runtime.profile].schedules if CATALOG[name].nearest_vpp(vpp) == vpp]
 
 
 def _shared_nouns(space: SearchSpace) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from typing import Any
 from shardproof import Plan, fit, simulate
 from shardproof.core.base.errors import ShardproofError
 from shardproof.core.model.parameters import count_parameters
-from shardproof.core.plan.sections import PROFILES, RECOMPUTE_MODULES
+from shardproof.core.plan.sections import RECOMPUTE_MODULES
+from shardproof.core.plan.stacks import STACKS
 from shardproof.core.program import Collective, Message, Product, operations
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.flops import step_flops
@@ -142,7 +143,7 @@ def _large(draw: random.Random) -> str:
         f"ep = {draw.choice((1, 2, 4))}\netp = {draw.choice((1, tp))}" if moe else "",
         f"[batch]\nglobal = {micro * dp * draw.choice((4, 8, 12))}\nmicro = {micro}",
         f"sequence = {draw.choice((2048, 4096))}",
-        f'[runtime]\nprofile = "{draw.choice(PROFILES)}"',
+        f'[runtime]\nprofile = "{draw.choice(tuple(STACKS))}"',
         f'[precision]\ndtype = "{draw.choice(("bf16", "bf16", "fp16", "fp8"))}"',
         f'[schedule]\nname = "{draw.choice(schedules)}"',
         _recompute(draw),

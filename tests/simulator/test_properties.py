@@ -27,7 +27,6 @@ from shardproof.simulator.cost.flops import step_flops
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.engine.attribution import sorts_of
 from shardproof.simulator.engine.engine import run_schedule
-from shardproof.simulator.memory.profiles import memory_profile
 from shardproof.simulator.search.fit import fit
 from shardproof.simulator.search.search import search
 from shardproof.simulator.simulation.simulate import simulate
@@ -111,7 +110,7 @@ def test_faster_arithmetic_never_slows_a_plan(plan, factor):
 def test_more_memory_never_makes_a_plan_not_fit(plan, factor):
     report = fit(plan).report
     peak = report["peak_memory_bytes"]
-    needed = math.ceil(peak * memory_profile(plan).allocator_factor) + report["reserved_bytes"]
+    needed = math.ceil(peak * profile_of(plan).memory.allocator_factor) + report["reserved_bytes"]
     small = replace(plan, cluster=replace(plan.cluster, device_memory_bytes=float(needed)))
     large = replace(plan, cluster=replace(plan.cluster, device_memory_bytes=needed * factor))
     assert fit(small).fits and fit(large).fits

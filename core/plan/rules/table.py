@@ -314,7 +314,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "scalings-are-modelled",
         ("precision.scaling", "precision.dtype", "runtime.profile"),
-        "only operands of 8 bits have scales, and only torchtitan's are modelled by how far they reach",
+        "only operands of 8 bits have scales, and only some stacks' are modelled by how far they reach",
         scalings_are_modelled,
     ),
     Rule(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ...machine.cluster import ClusterSpec
 from ..sections import Checkpoint, Precision, Runtime, Train
+from ..stacks import SCALING_STACKS
 
 ADAPTING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis")
 """How a loss scale adapts itself."""
@@ -41,7 +42,7 @@ def loss_scales_are_powers_of_two(precision: Precision) -> Iterator[str]:
 
 
 def scalings_are_modelled(precision: Precision, runtime: Runtime) -> Iterator[str]:
-    """Only operands of 8 bits have scales, and of torchtitan's alone it is modelled how far they reach."""
+    """Only operands of 8 bits have scales, and of some stacks alone it is modelled how far they reach."""
     if precision.scaling is None:
         return
     if precision.dtype != "fp8":
@@ -49,11 +50,11 @@ def scalings_are_modelled(precision: Precision, runtime: Runtime) -> Iterator[st
             f'scaling="{precision.scaling}" is about operands of 8 bits, but dtype="{precision.dtype}". Leave it '
             "out, or use fp8."
         )
-    elif runtime.profile != "torchtitan":
+    elif runtime.profile not in SCALING_STACKS:
+        names = " or ".join(SCALING_STACKS)
         yield (
-            f'scaling="{precision.scaling}" is modelled for torchtitan, and not for '
-            f'runtime.profile="{runtime.profile}". '
-            'Leave it out, or use runtime.profile="torchtitan".'
+            f'scaling="{precision.scaling}" is modelled for {names}, and not for runtime.profile="{runtime.profile}". '
+            f'Leave it out, or use runtime.profile="{names}".'
         )
 
 

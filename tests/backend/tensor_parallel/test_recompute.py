@@ -16,8 +16,8 @@ from shardproof.core.model.operators import layer_operators
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch, Numerics, Recompute, ScheduleChoice
 from shardproof.simulator.memory.layers import full_recompute, layer_nodes
-from shardproof.simulator.memory.profiles import memory_profile
 from shardproof.simulator.memory.tensors import LayerTensors
+from shardproof.simulator.stack.profiles import profile_of
 
 MODES = {
     "none": Recompute(),
@@ -92,7 +92,7 @@ def test_a_layer_keeps_what_the_memory_model_says(model: str, layout: Layout, ch
         for num_layers in (2, 3)
     )
     plan = plan_of(model, 2, MODES[mode], layout, **chosen)
-    tensors = LayerTensors(plan, memory_profile(plan))
+    tensors = LayerTensors(plan, profile_of(plan).memory)
     nodes = layer_nodes(tensors, layer_operators(plan.model, 0))
     predicted = sum(
         node.retained_bytes
@@ -117,7 +117,7 @@ def test_a_distributed_input_is_kept_in_equal_parts(tp: int) -> None:
     whole = retained[MODES["full"]][0]
     assert whole == 4 * 2 * 24 * model_preset(model).hidden_size
     assert sum(retained[distributed]) == whole and set(retained[distributed]) == {whole // tp}
-    tensors = LayerTensors(plan := plan_of(model, 2, distributed, Layout(tp=tp)), memory_profile(plan))
+    tensors = LayerTensors(plan := plan_of(model, 2, distributed, Layout(tp=tp)), profile_of(plan).memory)
     nodes = full_recompute(layer_nodes(tensors, layer_operators(plan.model, 0)), tensors.hidden, tensors.retained_input)
     assert sum(node.retained_bytes for node in nodes) == whole // tp
 

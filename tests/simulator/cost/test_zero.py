@@ -16,7 +16,8 @@ from shardproof.simulator.cost.communication import Place
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.cost.zero import shared_card_s, uncovered, units
 from shardproof.simulator.engine.attribution import Sort
-from shardproof.simulator.stack.profiles import FSDP_UNIT_ELEMENTS, PROFILES
+from shardproof.simulator.stack.profiles import PROFILES
+from shardproof.simulator.stack.transformer_engine import FSDP_UNIT_ELEMENTS
 
 FSDP = PROFILES["megatron-fsdp"]
 

@@ -16,12 +16,13 @@ from shardproof.core.program import gradient_elements, stage_elements
 from shardproof.core.schedule import build
 from shardproof.simulator.memory.layers import head_nodes
 from shardproof.simulator.memory.memory import peak_in_flight, rank_memories
-from shardproof.simulator.memory.profiles import ALLOCATOR_FACTOR, memory_profile
 from shardproof.simulator.memory.reserved import reserved_bytes
 from shardproof.simulator.memory.sizes import layer_activation_bytes
 from shardproof.simulator.memory.tensors import LayerTensors
 from shardproof.simulator.search.fit import fit
 from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.stack.memory_profile import ALLOCATOR_FACTOR
+from shardproof.simulator.stack.profiles import profile_of
 
 
 def gpt3(layout: Layout, *, recompute="none", micro=1, dtype="bf16", global_size=64, schedule="1F1B") -> Plan:
@@ -174,7 +175,7 @@ def test_nanotron_holds_gradients_in_bf16_besides_their_fp32_sums():
 @pytest.mark.parametrize(("tp", "held"), [(1, 2), (8, 4)])
 def test_loss_over_logits_cut_by_torch_holds_two_fp32_tensors_more(tp, held):
     chosen = stack("torchtitan", Layout(tp=tp, sequence_parallel=tp > 1))
-    (loss,) = [node for node in head_nodes(LayerTensors(chosen, memory_profile(chosen))) if node.name == "head.loss"]
+    (loss,) = [node for node in head_nodes(LayerTensors(chosen, profile_of(chosen).memory)) if node.name == "head.loss"]
     logits = 8192 * 128256 // tp
     assert loss.backward_bytes == (4 * held - 2) * logits
 

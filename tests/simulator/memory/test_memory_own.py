@@ -20,10 +20,10 @@ from shardproof.core.schedule import lower
 from shardproof.simulator.memory.memory import rank_memories
 from shardproof.simulator.memory.own import own_step_bytes
 from shardproof.simulator.memory.peaks import peaks_by_action, peaks_by_state
-from shardproof.simulator.memory.profiles import memory_profile
 from shardproof.simulator.memory.sizes import stage_sizes
 from shardproof.simulator.memory.tape import Node, split_peak_bytes, tape_memory
 from shardproof.simulator.memory.tensors import rotary_table_bytes
+from shardproof.simulator.stack.profiles import profile_of
 
 LLAMA = replace(model_preset("tiny-llama"), num_layers=4)
 
@@ -101,4 +101,6 @@ def test_peaks_by_state_are_those_of_every_action(schedule):
     vpp = 1 if schedule in ("ZBH1", "1F1B") else 2
     plan = plan_of(Layout(pp=2, vpp=vpp, dp=2), schedule, sequence=64, model=replace(LLAMA, num_layers=8))
     lowered = lower(schedule_for(plan))
-    assert peaks_by_state(plan, memory_profile(plan), lowered) == peaks_by_action(plan, memory_profile(plan), lowered)
+    assert peaks_by_state(plan, profile_of(plan).memory, lowered) == peaks_by_action(
+        plan, profile_of(plan).memory, lowered
+    )

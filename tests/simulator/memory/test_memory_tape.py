@@ -15,8 +15,8 @@ from shardproof.core.plan.sections import Batch, Runtime, ScheduleChoice
 from shardproof.core.schedule import CATALOG, lower
 from shardproof.simulator.memory.layers import full_recompute
 from shardproof.simulator.memory.peaks import peaks_by_action, peaks_by_state
-from shardproof.simulator.memory.profiles import memory_profile
 from shardproof.simulator.memory.tape import EMPTY, Node, tape_memory
+from shardproof.simulator.stack.profiles import profile_of
 
 SIZES = st.integers(0, 9)
 NODES = st.builds(
@@ -106,4 +106,6 @@ def test_states_have_the_peaks_of_the_actions(name: str, profile: str) -> None:
         schedule=ScheduleChoice(name),
     )
     schedule = lower(schedule_for(plan))
-    assert peaks_by_state(plan, memory_profile(plan), schedule) == peaks_by_action(plan, memory_profile(plan), schedule)
+    assert peaks_by_state(plan, profile_of(plan).memory, schedule) == peaks_by_action(
+        plan, profile_of(plan).memory, schedule
+    )

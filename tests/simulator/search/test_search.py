@@ -16,7 +16,6 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import (
-    PROFILES,
     Batch,
     DataParallel,
     Numerics,
@@ -25,6 +24,7 @@ from shardproof.core.plan.sections import (
     Runtime,
     ScheduleChoice,
 )
+from shardproof.core.plan.stacks import STACKS
 from shardproof.core.schedule import CATALOG
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.memory.sizes import _sizes, _tapes_of, stage_sizes
@@ -38,8 +38,8 @@ from shardproof.simulator.search.bounds import (
 )
 from shardproof.simulator.search.fit import fit
 from shardproof.simulator.search.search import NUM_RANKED, _memories, search
-from shardproof.simulator.search.space import SCHEDULES
 from shardproof.simulator.simulation.simulate import simulate
+from shardproof.simulator.stack.profiles import PROFILES
 
 BATCH = Batch(24, 1, 4096)
 MODEL = replace(model_preset("llama3-8b"), num_layers=6)
@@ -76,7 +76,9 @@ def everything(
     found = []
     for layout, micro, mode in itertools.product(layouts(given.cluster.num_devices, cps, eps), micros, modes):
         names = [
-            name for name in SCHEDULES[given.runtime.profile] if CATALOG[name].nearest_vpp(layout.vpp) == layout.vpp
+            name
+            for name in PROFILES[given.runtime.profile].schedules
+            if CATALOG[name].nearest_vpp(layout.vpp) == layout.vpp
         ]
         for name in names if layout.pp > 1 else ["1F1B"]:
             if given.model.num_layers % layout.num_stages:
@@ -163,7 +165,7 @@ def test_no_run_beats_its_bounds_and_memory_needs_few_microbatches(name, profile
 
 def test_schedules_are_known_by_what_bounds_need():
     assert set(CATALOG) >= WHOLE_BACKWARDS | ALL_IN_FLIGHT | FILLED_IN_FLIGHT
-    assert set().union(*SCHEDULES.values()) == set(BUILT_FAST)
+    assert {name for stack in PROFILES.values() for name in stack.schedules} == set(BUILT_FAST)
 
 
 def test_bounds_are_the_makespan_itself_for_1f1b_on_one_node_without_messages():
@@ -248,8 +250,8 @@ def test_by_operations_the_attention_core_is_kept_unless_named(profile, modules)
 
 
 def test_every_stack_has_schedules_to_try():
-    assert set(SCHEDULES) == set(PROFILES)
-    assert all(name in CATALOG for names in SCHEDULES.values() for name in names)
+    assert set(PROFILES) == set(STACKS)
+    assert all(stack.schedules for stack in PROFILES.values())
 
 
 def test_tapes_shared_by_plans_of_other_stages_copies_and_zero_are_their_own():
@@ -261,7 +263,7 @@ def test_tapes_shared_by_plans_of_other_stages_copies_and_zero_are_their_own():
             Batch(16, 1, 2048),
             Runtime(profile),
         )
-        for model, pp, zero, profile in itertools.product((TWELVE, EXPERTS), (1, 2), (0, 1, 2, 3), SCHEDULES)
+        for model, pp, zero, profile in itertools.product((TWELVE, EXPERTS), (1, 2), (0, 1, 2, 3), PROFILES)
     ]
     for given in plans:
         shared = stage_sizes(replace(given))

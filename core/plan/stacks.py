@@ -1,10 +1,11 @@
-"""The software stacks that `runtime.profile` names, in words: what `shardproof presets profiles` lists."""
+"""The software stacks that `runtime.profile` names, in words; `simulator.stack` says what each one does, and from
+which sources."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-PROFILE_STACKS: Mapping[str, str] = {
+STACKS: Mapping[str, str] = {
     "shardproof": "this package's own backend",
     "megatron-te": "Megatron-Core with Transformer Engine",
     "megatron-fsdp": "Megatron-Core with its own FSDP, as it came in February 2025",
@@ -25,5 +26,7 @@ PROFILE_STACKS: Mapping[str, str] = {
     "zero-bubble-te": "sail-sg/VocabularyParallelism: the same with Transformer Engine",
     "zero-bubble-flash": "the V-shaped schedules of it, without Transformer Engine and with flash attention",
 }
-"""Name -> stack, in the order of `plan.PROFILES`. `simulator.stack.profiles` says what each one does,
-and from which sources."""
+"""Name -> stack, our own first, as `shardproof presets profiles` lists them."""
+
+SCALING_STACKS = ("torchtitan",)
+"""Those of which it is modelled how far the scales of 8-bit operands reach (`precision.scaling`)."""
