@@ -4,7 +4,7 @@ editor must know."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import (
@@ -23,7 +23,7 @@ from typing import (
 )
 
 from .bounds import Bound, beyond, shown
-from .errors import PlanError, Problem
+from .errors import PlanError, Problem, did_you_mean
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ FieldProblem = tuple[str, str]
 
 
 class Bounded:
-    """A noun of a plan whose numbers lie within their bounds: one that has others raises `problem_type`, with a
+    """A noun of a plan whose values are such as its options allow: one that has others raises `problem_type`, with a
     problem for each. `section` is that of its keys."""
 
     section: ClassVar[str]
@@ -157,17 +157,57 @@ class Bounded:
 
     def __post_init__(self) -> None:
         own: type = type(self)
-        given = ((name, getattr(self, name), bound) for name, bound in _bounds(own))
-        complaints = ((name, value, beyond(name, value, bound)) for name, value, bound in given)
-        self._refuse((name, f"{name}={shown(value)} {words}.") for name, value, words in complaints if words)
+        given = ((option.name, option.complaint(getattr(self, option.name))) for option in _limited(own))
+        wrong = {name: complaint for name, complaint in given if complaint}
+        if problems := [*wrong.items(), *self._problems(wrong)]:
+            raise self.problem_type([Problem(sentence, f"{self.section}.{name}") for name, sentence in problems])
 
-    def _refuse(self, problems: Iterable[FieldProblem]) -> None:
-        """Raises `problem_type` where there are problems, with the keys of their fields."""
-        if found := [Problem(sentence, f"{self.section}.{name}") for name, sentence in problems]:
-            raise self.problem_type(found)
+    def _problems(self, wrong: Collection[str]) -> Iterable[FieldProblem]:
+        """What is wrong besides single values; the values of the fields in `wrong` can be anything."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Limited:
+    """An option whose type or metadata leave out some values. `is_optional`: None is as nothing given."""
+
+    name: str
+    is_whole: bool
+    is_optional: bool
+    choices: tuple[str, ...]
+    about: Mapping[str, Any]
+
+    def complaint(self, value: Any) -> str:
+        """The sentence that says what is wrong with a value, empty when nothing is."""
+        if value is None and self.is_optional:
+            return ""
+        if self.choices:
+            return self._unknown(value)
+        least = self.about.get("minimum")
+        if self.is_whole and (
+            not isinstance(value, int) or isinstance(value, bool) or value < (value if least is None else least)
+        ):
+            words = "must be a whole number" + (f" of at least {least}" if least is not None else "")
+        else:
+            words = limit_complaint(value, self.about) or beyond(self.name, value, self.about.get("bound"))
+        return words and f"{self.name}={shown(value)} {words}."
+
+    def _unknown(self, value: Any) -> str:
+        """The sentence about the first text that is none of the choices."""
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if text not in self.choices:
+                legal = f"`shardproof presets {listed}`" if (listed := self.about.get("listed")) else self.choices
+                known = legal if isinstance(legal, str) else ", ".join(legal)
+                return f"{self.name}={shown(text)} is not one of {known}{did_you_mean(str(text), self.choices)}"
+        return ""
 
 
 @cache
-def _bounds(of: type) -> tuple[tuple[str, Bound | None], ...]:
-    """The fields of a noun, each with the bound that it names."""
-    return tuple((each.name, each.metadata.get("bound")) for each in fields(of))
+def _limited(of: type) -> tuple[_Limited, ...]:
+    """The options of a noun that have limits; any number has."""
+    hints, choices = option_types(of), option_choices(of)
+    return tuple(
+        _Limited(each.name, hints[each.name] is int, each.default is None, choices.get(each.name, ()), each.metadata)
+        for each in fields(of)
+        if each.name in choices or hints[each.name] not in (str, bool)
+    )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.bounds import DEVICES, RATE, SECONDS, SHARE, Bound
 from ..base.errors import ClusterError
-from ..base.option import Bounded, FieldProblem, limit_complaint, noun, option, option_choices
+from ..base.option import Bounded, FieldProblem, noun, option
 from ..base.units import SIZE_RULE, size_of
 
 if TYPE_CHECKING:
@@ -286,16 +285,11 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
         read_by="core.commands.presets",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._refuse(self._problems())
-
-    def _problems(self) -> Iterator[FieldProblem]:
-        yield from self._limit_problems()
+    def _problems(self, wrong: Collection[str]) -> Iterator[FieldProblem]:
         yield from self._curve_problems()
         if size_of(self.headroom, 1.0) is None:
             yield "headroom", f"headroom={self.headroom!r}: {SIZE_RULE}"
-        elif self.device_memory_bytes > 0 and self.headroom_bytes >= self.device_memory_bytes:
+        elif "device_memory_bytes" not in wrong and self.headroom_bytes >= self.device_memory_bytes:
             all_bytes = f"device_memory_bytes={self.device_memory_bytes:.0f}"
             yield "headroom", f"headroom={self.headroom} leaves nothing of {all_bytes}."
         for dtype, rate in self.peak_flops_per_s.items():
@@ -312,16 +306,6 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
                 if not _is_size(size) or not rate > 0:
                     setting = f"{name}={{{size!r} = {rate}}}"
                     yield name, f"{setting}: sizes are positive numbers as texts, rates are above 0."
-
-    def _limit_problems(self) -> Iterator[FieldProblem]:
-        """Every number and name that is not within the limits of its option."""
-        choices = option_choices(ClusterSpec)
-        for each in fields(self):
-            name, value = each.name, getattr(self, each.name)
-            if name in choices and value not in choices[name]:
-                yield name, f"{name}={value!r} is not one of {', '.join(choices[name])}."
-            elif complaint := limit_complaint(value, each.metadata):
-                yield name, f"{name}={value} {complaint}."
 
     def _curve_problems(self) -> Iterator[FieldProblem]:
         for key, seconds in self.kernel_curve.items():

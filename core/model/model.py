@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, fields
 from typing import Literal
 
 from ..base.bounds import EXPERTS, HEADS, LAYERS, TABLE, TOKENS, WIDTH, Bound
 from ..base.divisors import divisors
-from ..base.errors import ModelError, did_you_mean
-from ..base.option import Bounded, FieldProblem, noun, option, option_choices
+from ..base.errors import ModelError
+from ..base.option import Bounded, FieldProblem, noun, option
 
-_COUNTS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "max_positions",
-)
 _EXPERT_FIELDS = ("experts_per_token", "num_shared_experts", "expert_ffn_hidden_size", "first_dense_layers")
 ROUTER_FIELDS = (
     "router_scores",
@@ -345,46 +335,22 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         read_by="backend.model.attention_core",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._refuse(self._problems())
-
-    def _problems(self) -> Iterator[FieldProblem]:
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        for name, value in counts.items():
-            if not _is_count(value):
-                yield name, f"{name}={value!r} must be a whole number of at least 1."
-        for name, known in option_choices(ModelSpec).items():
-            if (value := getattr(self, name)) not in known:
-                yield name, f"{name}={value!r} is not one of {', '.join(known)}{did_you_mean(str(value), known)}"
-        for name in ("norm_eps", "rope_theta"):
-            if not (value := getattr(self, name)) > 0:
-                yield name, f"{name}={value!r} must be above 0."
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0 <= (share := getattr(self, name)) < 1:
-                yield name, f"{name}={share!r} must be at least 0 and below 1."
-        if _is_count(self.num_heads) and _is_count(self.num_kv_heads) and self.num_heads % self.num_kv_heads:
+    def _problems(self, wrong: Collection[str]) -> Iterator[FieldProblem]:
+        if not {"num_heads", "num_kv_heads"} & {*wrong} and self.num_heads % self.num_kv_heads:
             yield (
                 "num_kv_heads",
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}, so query heads cannot "
                 f"share them evenly. Use num_kv_heads among {divisors(self.num_heads)}.",
             )
-        if self.position == "rope" and _is_count(self.head_dim) and self.head_dim % 2:
+        if self.position == "rope" and "head_dim" not in wrong and self.head_dim % 2:
             sentence = f"head_dim={self.head_dim} is odd, but rotary positions need pairs. Use {self.head_dim + 1}."
             yield "head_dim", sentence
-        optional = {name: value for name in _OPTIONAL_COUNTS if (value := getattr(self, name)) is not None}
-        bad = [
-            (name, f"{name}={value!r} must be a whole number of at least 0.")
-            for name, value in optional.items()
-            if not _is_number(value)
-        ]
-        yield from bad or [
-            *self._expert_problems(),
-            *self._router_problems(),
-            *self._latent_problems(),
-            *self._rotary_problems(),
-        ]
-        if _is_count(self.vocab_size) and _is_number(self.padding_rows) and self.padding_rows >= self.vocab_size:
+        if not wrong:
+            yield from self._expert_problems()
+            yield from self._router_problems()
+            yield from self._latent_problems()
+            yield from self._rotary_problems()
+        if not {"vocab_size", "padding_rows"} & {*wrong} and self.padding_rows >= self.vocab_size:
             most = self.vocab_size - 1
             yield (
                 "padding_rows",
@@ -402,9 +368,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         if not 1 <= self.experts_per_token <= self.num_experts:
             sentence = f"experts_per_token={self.experts_per_token} must be 1 to num_experts={self.num_experts}."
             yield "experts_per_token", sentence
-        if self.expert_ffn_hidden_size == 0:
-            yield "expert_ffn_hidden_size", "expert_ffn_hidden_size=0 must be at least 1."
-        if _is_count(self.num_layers) and self.first_dense_layers >= self.num_layers:
+        if self.first_dense_layers >= self.num_layers:
             yield (
                 "first_dense_layers",
                 f"first_dense_layers={self.first_dense_layers} leaves none of num_layers={self.num_layers} to the "
@@ -417,14 +381,6 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         if not self.is_moe:
             return
         groups, chosen = self.num_router_groups, self.router_groups_per_token
-        if not self.router_scaling > 0:
-            yield "router_scaling", f"router_scaling={self.router_scaling!r} must be above 0."
-        if self.expert_capacity_factor is not None and not self.expert_capacity_factor > 0:
-            yield (
-                "expert_capacity_factor",
-                f"expert_capacity_factor={self.expert_capacity_factor!r} must be above 0. Leave it out for experts "
-                "that take any number.",
-            )
         if not groups:
             given = {"router_groups_per_token": (chosen, 0), "router_group_scores": (self.router_group_scores, "max")}
             for name, (value, default) in given.items():
@@ -519,9 +475,6 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
                 f'rope_scaling="{self.rope_scaling}" stretches rotary positions, but position="{self.position}". Use '
                 '"rope", or no scaling.',
             )
-        for name in ("rope_factor", "rope_beta_fast", "rope_beta_slow"):
-            if not (value := getattr(self, name)) > 0:
-                yield name, f"{name}={value!r} must be above 0."
         if not 0 <= self.rope_low_freq_factor < self.rope_high_freq_factor:
             yield (
                 "rope_low_freq_factor",
@@ -595,11 +548,3 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     def query_heads_per_group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
-
-
-def _is_count(value: object) -> bool:
-    return _is_number(value) and value != 0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -18,7 +18,7 @@ its experts, the shared experts."""
 
 
 @noun()
-class Runtime:
+class Runtime(Bounded, section="runtime"):
     """Whose memory and overlap behaviour is modelled, and what of it the run does differently; None is as the
     profile."""
 

@@ -13,6 +13,7 @@ from shardproof.core.base.option import Bounded, limit_complaint, noun, option, 
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster import ClusterSpec
 from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.plan.sections import Numerics, Runtime
 
 
 @noun()
@@ -80,3 +81,21 @@ def test_a_cluster_made_in_python_has_the_limits_of_its_options(field):
     cluster = cluster_preset("dgx-h100", 8)
     with pytest.raises(PlanError, match=f"{field.name}=0 must be above 0"):
         dataclasses.replace(cluster, **{field.name: 0})
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence", "key"),
+    [
+        (lambda: Oven(200, "rey"), "bread='rey' is not one of rye, wheat; did you mean 'rye'?", "oven.bread"),
+        (lambda: Oven(200, spices=("salt", "x")), "spices='x' is not one of salt, caraway.", "oven.spices"),
+        (lambda: Oven(200.5), "degrees=200.5 must be a whole number of at least 50.", "oven.degrees"),
+        (lambda: Oven(49), "degrees=49 must be a whole number of at least 50.", "oven.degrees"),
+        (lambda: Runtime("xlb"), "is not one of `shardproof presets profiles`; did you mean 'xla'?", "runtime.profile"),
+        (lambda: Numerics("exakt"), "mode='exakt' is not one of exact, fast; did you mean 'exact'?", "numerics.mode"),
+    ],
+)
+def test_a_noun_made_in_python_has_the_choices_of_its_options(make, sentence, key):
+    with pytest.raises(PlanError) as caught:
+        make()
+    (problem,) = caught.value.problems
+    assert sentence in problem and problem.key == key

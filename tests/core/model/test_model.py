@@ -118,7 +118,7 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_h
         ({"experts_per_token": 2}, "experts_per_token=2 describe experts, but num_experts=0"),
         ({"num_experts": 8}, "experts_per_token=0 must be 1 to num_experts=8"),
         ({**MIXTURE, "experts_per_token": 9}, "experts_per_token=9 must be 1 to num_experts=8"),
-        ({**MIXTURE, "expert_ffn_hidden_size": 0}, "expert_ffn_hidden_size=0 must be at least 1"),
+        ({**MIXTURE, "expert_ffn_hidden_size": 0}, "expert_ffn_hidden_size=0 must be a whole number of at least 1"),
         ({**MIXTURE, "first_dense_layers": 2}, "leaves none of num_layers=2 to the experts. Use at most 1"),
         ({"router_scores": "sigmoid"}, "router_scores=sigmoid describe experts, but num_experts=0"),
         ({**MIXTURE, "router_scaling": 0.0}, "router_scaling=0.0 must be above 0"),
