@@ -91,7 +91,7 @@ def test_a_cluster_made_in_python_has_the_limits_of_its_options(field):
         (lambda: Oven(200.5), "degrees=200.5 must be a whole number of at least 50.", "oven.degrees"),
         (lambda: Oven(49), "degrees=49 must be a whole number of at least 50.", "oven.degrees"),
         (lambda: Runtime("xlb"), "is not one of `shardproof presets profiles`; did you mean 'xla'?", "runtime.profile"),
-        (lambda: Numerics("exakt"), "mode='exakt' is not one of exact, fast; did you mean 'exact'?", "numerics.mode"),
+        (lambda: Numerics("exakt"), "mode='exakt' is not one of fast, exact; did you mean 'exact'?", "numerics.mode"),
     ],
 )
 def test_a_noun_made_in_python_has_the_choices_of_its_options(make, sentence, key):

@@ -189,7 +189,7 @@ def test_a_curve_with_a_wrong_key_is_refused(key):
     [
         ("nvls_efficiency", 1.5, "at most 1"),
         ("oversubscription", 0.5, "at least 1"),
-        ("nodes_per_leaf", -1, "must be at least 0"),
+        ("nodes_per_leaf", -1, "must be a whole number of at least 0"),
         ("collective_library", "mpi", "not one of nccl, gloo"),
     ],
 )
