@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core.base.errors import PlanError
 from ..core.base.files import write_text
+from ..core.base.graphml import graphml
 from ..core.base.terminal import ranking, say, table
 from ..core.base.units import format_bytes, format_count, format_s
 from ..core.commands.commands import Command
@@ -24,14 +25,16 @@ from ..core.commands.options import (
     read_durations,
     read_search_space,
 )
-from ..core.plan.plan import AnyPlan, ModularPlan, only_model
+from ..core.plan.plan import AnyPlan, ModularPlan, Plan, only_model
 from ..core.plan.rules import RULES
+from .network.link_loads import axes_of, busiest, link_loads, loaded_topology
 from .search.fit import fit
 from .search.order import search_order
 from .search.search import REASONS, search
 from .search.sensitivity import sensitivity
 from .simulation.explain import explanation, idle_rows, path_rows, sensitivity_rows, variation_rows
 from .simulation.simulate import simulate
+from .step.step import Simulation
 
 _TIME_NAMES = {
     "compute": "computing",
@@ -74,6 +77,11 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
         metavar="CSV",
         help="search a faster order of this plan's actions, in the memory there is, and write the fastest known to CSV",
     )
+    group.add_argument(
+        "--links",
+        metavar="GRAPHML",
+        help="what the step sends over each link of the machine: the busiest here, all of them as a graph in GRAPHML",
+    )
     add_durations(group)
 
 
@@ -90,16 +98,31 @@ def run_simulate(args: argparse.Namespace) -> int:
             "Leave out one of them."
         )
     _refuse_search(args, plan)
+    if args.links:
+        only_model(plan, "--links")
+        if not args.links.endswith(".graphml"):
+            raise PlanError(f"--links {args.links}: links are written as a graph; end the name in .graphml.")
     simulation = simulate(plan, durations=read_durations(args))
     report = {**simulation.report, **explanation(simulation)}
     if args.search_schedule:
         found = search_order(only_model(plan, "--search-schedule"))
         write_text(args.search_schedule, found.schedule.to_csv())
         report["schedule_search"] = {**found.report, "file": args.search_schedule}
+    if args.links:
+        report["links"] = _write_links(only_model(plan, "--links"), simulation, args.links)
     if args.sensitivity:
         report["sensitivity"] = [gain.report() for gain in sensitivity(only_model(plan, "--sensitivity"))]
     emit(args, partial(simulate_text, plan, report), report)
     return 0
+
+
+def _write_links(plan: Plan, simulation: Simulation, file: str) -> dict[str, Any]:
+    """Writes the machine with what a step sends over each link; the busiest of each kind as data."""
+    step_s = simulation.report["step_time_s"]
+    loads = link_loads(plan, simulation.run.graph.schedule)
+    write_text(file, graphml(loaded_topology(plan, loads, step_s), lambda node: " ".join(map(str, node))))
+    say(f"written: {file}, where {len(loads)} links carry something", sys.stderr)
+    return {"file": file, "used": len(loads), "busiest": [load.report(step_s) for load in busiest(loads)]}
 
 
 def _refuse_search(args: argparse.Namespace, plan: AnyPlan) -> None:
@@ -187,6 +210,7 @@ def simulate_text(plan: AnyPlan, report: Mapping[str, Any], width: int | None = 
             *_section("critical path:", path_rows(report), width),
             *_section("modules:", _module_rows(report), width),
             *_section("search for a faster order of actions:", _search_rows(report), width),
+            *_section("busiest link of each kind:", _link_rows(report), width),
             *_section("variation:", variation_rows(report), width),
             *_section(
                 "what a tenth of improvement would gain:", sensitivity_rows(report.get("sensitivity", [])), width
@@ -292,6 +316,20 @@ def _search_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         ("no order is below", f"{format_s(found['lower_bound_s'])} ({found['bound_reason']})"),
         ("shortest with a name", named),
         ("written to", found["file"]),
+    ]
+
+
+def _link_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """What --links found; empty without it, and where no rank sends."""
+    return [
+        (
+            row["link"],
+            format_bytes(row["bytes"]),
+            format_s(row["busy_s"]),
+            f"{row['share_of_step']:6.1%}",
+            axes_of(row["bytes_of_axis"]),
+        )
+        for row in report.get("links", {"busiest": []})["busiest"]
     ]
 
 

@@ -6,10 +6,11 @@ import argparse
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.base.errors import PlanError, TimelineError
 from ..core.base.files import write_text
+from ..core.base.graphml import graphml
 from ..core.base.terminal import say, width_of
 from ..core.commands.commands import Command, service
 from ..core.commands.options import (
@@ -24,9 +25,6 @@ from ..core.schedule.timeline import Timeline
 from .axis import TimeUnit
 from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
 from .lanes import compare_lanes
-
-if TYPE_CHECKING:
-    import networkx
 
 GRAPH_SUFFIX = ".graphml"
 
@@ -125,20 +123,12 @@ def _write_graph(args: argparse.Namespace, output: str) -> int:
         raise PlanError(f"{what} has no place in {output}, the graph of one schedule. Give a plan.toml or a schedule.")
     schedule = read_csv(name) if name.endswith(".csv") else service("simulate")(read_any_plan(args)).run.graph.schedule
     graph = schedule.graph()
-    write_text(output, graphml(graph))
+    write_text(output, graphml(graph, lambda place: f"rank {place[0]} action {place[1]}"))
     say(f"written: {output}", sys.stderr)
     if args.json:
         report = {"num_actions": graph.number_of_nodes(), "num_waits": graph.number_of_edges(), "file": output}
         print(json.dumps(report, indent=2))
     return 0
-
-
-def graphml(graph: networkx.DiGraph) -> str:
-    """A dependency graph as GraphML (http://graphml.graphdrawing.org), which graph editors and networkx read."""
-    import networkx
-
-    named = networkx.relabel_nodes(graph, {place: f"rank {place[0]} action {place[1]}" for place in graph})
-    return "\n".join(networkx.generate_graphml(named)) + "\n"
 
 
 def summary(timeline: Timeline) -> dict[str, Any]:

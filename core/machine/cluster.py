@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..base.bounds import DEVICES, RATE, SECONDS, SHARE, Bound
 from ..base.errors import ClusterError
 from ..base.option import Bounded, FieldProblem, noun, option
 from ..base.units import SIZE_RULE, size_of
-
-if TYPE_CHECKING:
-    import networkx
 
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "message", "message_work")
 """Operations that `collective_curve` may hold: collectives by the bytes of the whole tensor, and messages;
@@ -336,24 +333,6 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
     def num_nodes(self) -> int:
         """Nodes, the last of which may be part-filled when there is only one."""
         return -(-self.num_devices // self.devices_per_node)
-
-    def graph(self) -> networkx.DiGraph:
-        """The hierarchy as a graph of levels, `cluster -> node -> device`, not of single devices.
-
-        A level knows `count`, how many of it the level above holds; an edge knows `bytes_per_s` and `latency_s` of the
-        link that one lower-level member has into the level above, in one direction.
-        """
-        import networkx
-
-        graph: networkx.DiGraph = networkx.DiGraph(name=self.name)
-        graph.add_node("cluster", count=1)
-        graph.add_node("node", count=self.num_nodes)
-        graph.add_node(
-            "device", count=min(self.devices_per_node, self.num_devices), memory_bytes=self.device_memory_bytes
-        )
-        graph.add_edge("cluster", "node", bytes_per_s=self.node_network_bytes_per_s, latency_s=self.network_latency_s)
-        graph.add_edge("node", "device", bytes_per_s=self.node_link_bytes_per_s, latency_s=self.node_link_latency_s)
-        return graph
 
 
 def _is_size(text: str) -> bool:

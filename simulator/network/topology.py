@@ -173,7 +173,7 @@ def collective_loads(cluster: ClusterSpec, ranks: Sequence[int], op: str) -> dic
                 device = rank % cluster.devices_per_node
                 _add(loads, (("device-up", node, device), ("device-down", node, device)), 1.0)
             if following != node:
-                peer = nodes[following][min(i, len(nodes[following]) - 1)]
+                peer = nodes[following][i * len(nodes[following]) // len(members)]
                 between = tuple(link for link in route(cluster, rank, peer) if not link[0].startswith("device"))
                 _add(loads, between, 1 / len(members))
     return loads

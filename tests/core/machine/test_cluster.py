@@ -3,7 +3,6 @@
 import dataclasses
 import os
 
-import networkx
 import pytest
 
 from shardproof.core.base.errors import ClusterError, UnknownNameError
@@ -25,14 +24,6 @@ def test_dgx_h100_of_512_devices_is_64_nodes_with_3_2_tb_per_s_of_network_bits_e
     assert cluster.num_nodes == 64
     assert cluster.node_network_bytes_per_s == 8 * 400e9 / 8
     assert cluster.peak_flops_per_s["bf16"] == 989.4e12
-
-
-def test_the_graph_has_levels_not_devices():
-    graph = cluster_preset("dgx-a100-80g", 1024).graph()
-    assert list(networkx.topological_sort(graph)) == ["cluster", "node", "device"]
-    assert (graph.nodes["node"]["count"], graph.nodes["device"]["count"]) == (128, 8)
-    assert graph.edges["cluster", "node"]["bytes_per_s"] == 200e9
-    assert graph.edges["node", "device"]["bytes_per_s"] == 300e9
 
 
 def test_this_host_shares_its_memory_and_cores_among_its_ranks():
