@@ -39,6 +39,7 @@ setup(
         compiled("simulator.engine._kernel", Path("simulator", "engine", "csrc")),
         compiled("core.base._digest", Path("core", "base", "csrc")),
         compiled("backend.numerics._exact", Path("backend", "numerics", "csrc")),
+        compiled("backend.transport.symmetric._shared_memory", Path("backend", "transport", "symmetric", "csrc")),
     ],
     cmdclass={"build_py": Modules},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

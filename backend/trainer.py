@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .ranks.training_rank import TrainingRank
     from .transport.base import Group, Transport
 
-TransportName = Literal["gloo", "nccl", "memory"]
+TransportName = Literal["gloo", "shm", "nccl", "memory"]
 
 NUM_VALIDATIONS = 4
 """Held-out losses after the one before the first step, evenly spread, the last one after the last step."""

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ...core.base.errors import MissingExtraError, RankFailure
 from ...core.base.interrupts import ENDING_SIGNALS
@@ -118,8 +118,8 @@ class Workers:
     def __init__(self, world_size: int, transport: TransportName = "gloo", *, timeout_s: float | None = None):
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1.")
-        if transport not in ("gloo", "nccl", "memory"):
-            raise ValueError(f"transport={transport!r} is not known. Use 'gloo', 'nccl' or 'memory'.")
+        if transport not in (known := get_args(TransportName)):
+            raise ValueError(f"transport={transport!r} is not known. Use one of {', '.join(known)}.")
         if os.environ.get(RANK_VARIABLE):
             raise RuntimeError(
                 "this process is a rank, and ranks start no ranks. A script whose own classes or functions are sent to "

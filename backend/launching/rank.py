@@ -32,6 +32,7 @@ from ..transport.base import Channel, Group, Transport, TransportError
 from ..transport.baton import Baton, PairedGroup
 from ..transport.memory import MemoryWorld, run_threads
 from ..transport.process_group import ProcessGroupTransport
+from ..transport.symmetric.shared_memory import SharedMemoryTransport
 from ..watch.rank_errors import place_of, whose
 from ..watch.rank_messages import RANK_VARIABLE, Call, Failure, Job, ThreadAt, Whereabouts
 from ..watch.watch import Board, RankWatch
@@ -98,13 +99,17 @@ def _run(job: Job) -> tuple[str, bytes | Failure]:
 
 
 def _connect(job: Job) -> Transport:
+    store = dist.FileStore(job.store_file, job.world_size)
+    board = Board.open(job.board_file, job.world_size)
+    if job.transport == "shm":
+        return SharedMemoryTransport(store, job.global_rank, job.world_size, board=board)
     return ProcessGroupTransport(
-        dist.FileStore(job.store_file, job.world_size),
+        store,
         job.global_rank,
         job.world_size,
         backend="nccl" if job.transport == "nccl" else "gloo",
         device=f"cuda:{job.global_rank}" if job.transport == "nccl" else "cpu",
-        board=Board.open(job.board_file, job.world_size),
+        board=board,
     )
 
 

@@ -250,10 +250,7 @@ class Channel(ABC):
     """
 
     def __init__(self, name: str, source: int, destination: int, global_rank: int):
-        if source == destination or global_rank not in (source, destination):
-            raise ValueError(
-                f"channel {name!r} from rank {source} to rank {destination} cannot be opened on rank {global_rank}."
-            )
+        check_ends(name, source, destination, global_rank)
         self.name = name
         self.source = source
         self.destination = destination
@@ -384,6 +381,14 @@ def check_members(name: str, ranks: Sequence[int], global_rank: int) -> tuple[in
             "members open a group."
         )
     return members
+
+
+def check_ends(name: str, source: int, destination: int, global_rank: int) -> None:
+    """Raises `ValueError` where a channel goes from a rank to itself, or this rank is neither of its ends."""
+    if source == destination or global_rank not in (source, destination):
+        raise ValueError(
+            f"channel {name!r} from rank {source} to rank {destination} cannot be opened on rank {global_rank}."
+        )
 
 
 def ring_all_reduce_bytes(payload_bytes: int, size: int) -> int:

@@ -31,6 +31,7 @@ from .base import (
     contiguous_copy,
     num_elements,
 )
+from .exchanged import exchanged_all_reduce, folded
 from .interfaces import gloo_interfaces
 
 Backend = Literal["gloo", "nccl"]
@@ -167,7 +168,7 @@ class ProcessGroup(Group):
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, used_up: bool) -> Tensor:
         if self._is_exchanged(tensor.nbytes):
-            return self._exchanged_all_reduce(tensor, op)
+            return exchanged_all_reduce(tensor, op, self.size, self._all_to_all, self._all_gather)
         result = tensor if used_up and tensor.is_contiguous() else contiguous_copy(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
@@ -175,24 +176,12 @@ class ProcessGroup(Group):
             self._process_group.allreduce([result], options).wait()
         return result
 
-    def _exchanged_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """All tensors are exchanged, or, where that would be more than a ring sends, parts of them: every member adds
-        up one part and all take all parts."""
-        if self.size == 2 or tensor.numel() <= self.size:
-            return _folded(self._all_to_all([tensor] * self.size, [tuple(tensor.shape)] * self.size), op)
-        flat = tensor.reshape(-1)
-        width = -(-flat.numel() // self.size)
-        padded = torch.nn.functional.pad(flat, (0, width * self.size - flat.numel()))
-        shapes: list[Shape] = [(width,)] * self.size
-        own = _folded(self._all_to_all(list(padded.split(width)), shapes), op)
-        return torch.cat(self._all_gather(own, shapes))[: flat.numel()].view(tensor.shape)
-
     def _is_exchanged(self, payload_bytes: int) -> bool:
         return self._device.type == "cpu" and 0 < payload_bytes <= EXCHANGED_BYTES
 
     def _reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         if self._is_exchanged(sum(part.nbytes for part in parts)):
-            return _folded(self._all_to_all(parts, [tuple(parts[0].shape)] * self.size), "sum")
+            return folded(self._all_to_all(parts, [tuple(parts[0].shape)] * self.size), "sum")
         flat = _joined([part.reshape(-1) for part in parts])  # gloo compares the first dimensions
         result = flat.new_empty(parts[0].numel())
         options = dist.ReduceScatterOptions()
@@ -320,12 +309,3 @@ def _bytes(tensor: Tensor) -> Tensor:
     """The tensor's elements in order, as a flat tensor of bytes: every dtype is sent so, also those
     a library cannot add."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _folded(tensors: list[Tensor], op: ReduceOp) -> Tensor:
-    """The sum or maximum, one after the other."""
-    first, second, *others = tensors
-    result = first + second if op == "sum" else torch.maximum(first, second)
-    for other in others:
-        result = result.add_(other) if op == "sum" else torch.maximum(result, other)
-    return result

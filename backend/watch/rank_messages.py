@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-TransportName = Literal["gloo", "nccl", "memory"]
+TransportName = Literal["gloo", "shm", "nccl", "memory"]
 
 RANK_ENDED = struct.Struct("<ii")
 """What the server of ranks reports on a pool's lifeline: the rank's number there, and its exit code (minus the

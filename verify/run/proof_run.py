@@ -58,7 +58,7 @@ EVALUATED_BEFORE = 1
 """The step, counted from 0, before which ranks evaluate held-out data: what the first has updated is read, and what is
 left behind is seen in the second. A third follows a step of training alone."""
 
-TransportName = Literal["gloo", "memory", "nccl"]
+TransportName = Literal["gloo", "shm", "memory", "nccl"]
 Scenario = Callable[[Any, "ProofJob"], RankLedger]
 """What a rank does with its transport for a job."""
 

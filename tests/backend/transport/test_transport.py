@@ -12,7 +12,7 @@ from shardproof.backend.transport.base import ring_all_reduce_bytes
 from shardproof.core.machine.host import EXCHANGED_BYTES
 from shardproof.core.program import Collective
 
-TRANSPORTS = ("memory", "gloo")
+TRANSPORTS = ("memory", "gloo", "shm")
 WORLDS = (1, 2, 3, 5)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.bool)
 

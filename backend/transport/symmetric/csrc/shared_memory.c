@@ -1,0 +1,439 @@
+/* The compiled half of transport/symmetric: signals between processes, and collectives through memory that all members map.
+ *
+ * Every member of a group has a region, which it alone allocates and all others map:
+ *
+ *     doorbell        rung by whoever changes a signal that this member may wait for
+ *     filled[peer]    how many chunks this member has put into its slots for a peer
+ *     taken[peer]     how many of these the peer has taken
+ *     shown           how many chunks this member has put into its board, for all peers
+ *     seen[peer]      how many of these the peer has taken
+ *     slots           NUM_SLOTS for each peer, then NUM_SLOTS of the board
+ *
+ * Numbers only grow, so nothing is ever reset, and 2^32 chunks later they begin anew. A signal is published with release and
+ * read with acquire; so what lies in a slot is there when its number is, and a slot is free when the number says so. Each
+ * number has one writer and lies on a cache line of its own.
+ */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <errno.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define LINE 64
+#define MOST_MEMBERS 64
+#define NUM_SLOTS 2
+#define SPINS 200          /* looks before a sleep: some microseconds, in which most answers on an idle core come */
+#define SLICE_NS 50000000L /* between two looks whether peers still live */
+#if defined(__x86_64__)
+#define PAUSE __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE __asm__ volatile("yield")
+#else
+#define PAUSE (void)0
+#endif
+#define CHUNK_HEAD LINE    /* of a slot: how many bytes the whole message has */
+
+typedef struct {
+    _Atomic uint32_t value;
+    _Atomic uint32_t sleepers;
+    char line[LINE - 8];
+} Signal;
+
+typedef struct {
+    int size, rank;
+    size_t slot_bytes, board_bytes; /* without their heads */
+    char *base[MOST_MEMBERS];
+    int alive[MOST_MEMBERS]; /* a descriptor that becomes readable when the process ends */
+    uint32_t sent[MOST_MEMBERS], got[MOST_MEMBERS], shown, seen[MOST_MEMBERS];
+} Members;
+
+/* How a call ended; with a peer for all but the first two. */
+enum { DONE, LATE, GONE, CLOSED, DIFFERENT, INTERRUPTED };
+
+typedef struct {
+    int how, peer;
+} End;
+
+enum { DOORBELL, OPEN, SHOWN, NUM_OWN }; /* lines of a region before those of peers; OPEN is 0 until its owner closes it */
+
+static Signal *own_signal(const Members *all, int owner, int which) { return (Signal *)(all->base[owner] + (size_t)which * LINE); }
+static Signal *peer_signal(const Members *all, int owner, int which, int peer) {
+    return (Signal *)(all->base[owner] + (size_t)(NUM_OWN + which * all->size + peer) * LINE);
+}
+#define FILLED 0
+#define TAKEN 1
+#define SEEN 2
+#define NUM_OF_PEER 3
+
+static char *slot(const Members *all, int owner, int peer, uint32_t chunk) {
+    size_t head = (size_t)(NUM_OWN + NUM_OF_PEER * all->size) * LINE, each = all->slot_bytes + CHUNK_HEAD;
+    return all->base[owner] + head + ((size_t)peer * NUM_SLOTS + chunk % NUM_SLOTS) * each;
+}
+static char *board(const Members *all, int owner, uint32_t chunk) {
+    return slot(all, owner, all->size, 0) + (size_t)(chunk % NUM_SLOTS) * (all->board_bytes + CHUNK_HEAD);
+}
+static size_t region_bytes(int size, size_t slot_bytes, size_t board_bytes) {
+    return (size_t)(NUM_OWN + NUM_OF_PEER * size) * LINE + NUM_SLOTS * ((size_t)size * (slot_bytes + CHUNK_HEAD) + board_bytes + CHUNK_HEAD);
+}
+
+static void wake(Signal *signal) {
+    if (atomic_load_explicit(&signal->sleepers, memory_order_seq_cst)) syscall(SYS_futex, &signal->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+static void ring(Signal *doorbell) {
+    atomic_fetch_add_explicit(&doorbell->value, 1, memory_order_seq_cst);
+    wake(doorbell);
+}
+static uint32_t number_of(Signal *signal) { return atomic_load_explicit(&signal->value, memory_order_acquire); }
+static void publish(Signal *signal, uint32_t number) { atomic_store_explicit(&signal->value, number, memory_order_release); }
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static int has_ended(int alive) {
+    struct pollfd asked = {alive, POLLIN, 0};
+    return alive >= 0 && poll(&asked, 1, 0) == 1;
+}
+
+/* Sleeps until `signal` is not `seen` any more, a slice at most; 0 when it slept a whole slice. */
+static int sleep_on(Signal *signal, uint32_t seen) {
+    struct timespec slice = {0, SLICE_NS};
+    long woken = 0;
+    atomic_fetch_add_explicit(&signal->sleepers, 1, memory_order_seq_cst);
+    if (number_of(signal) == seen) woken = syscall(SYS_futex, &signal->value, FUTEX_WAIT, seen, &slice, NULL, 0);
+    atomic_fetch_sub_explicit(&signal->sleepers, 1, memory_order_seq_cst);
+    return !(woken == -1 && errno == ETIMEDOUT);
+}
+
+/* Python's own handlers of signals, which run nowhere else while a call waits. */
+static int is_interrupted(PyThreadState **thread) {
+    PyEval_RestoreThread(*thread);
+    int raised = PyErr_CheckSignals();
+    *thread = PyEval_SaveThread();
+    return raised;
+}
+
+/* What one call does with one peer, or with the board: bytes to send and to receive, and how far it is. */
+typedef struct {
+    const char *source;
+    char *target;
+    size_t to_send, sent, to_receive, received;
+} Part;
+
+static size_t least(size_t one, size_t other) { return one < other ? one : other; }
+
+static int put_chunk(Members *all, int peer, Part *part) {
+    if (part->sent == part->to_send) return 0;
+    if (all->sent[peer] - number_of(peer_signal(all, all->rank, TAKEN, peer)) >= NUM_SLOTS) return 0;
+    char *place = slot(all, all->rank, peer, all->sent[peer]);
+    size_t count = least(part->to_send - part->sent, all->slot_bytes);
+    memcpy(place, &part->to_send, sizeof part->to_send);
+    memcpy(place + CHUNK_HEAD, part->source + part->sent, count);
+    part->sent += count;
+    publish(peer_signal(all, all->rank, FILLED, peer), ++all->sent[peer]);
+    ring(own_signal(all, peer, DOORBELL));
+    return 1;
+}
+
+/* 1 when a chunk was taken, -1 where the peer sends another number of bytes than is expected. */
+static int take_chunk(Members *all, int peer, Part *part) {
+    if (part->received == part->to_receive || number_of(peer_signal(all, peer, FILLED, all->rank)) == all->got[peer]) return 0;
+    const char *place = slot(all, peer, all->rank, all->got[peer]);
+    size_t whole, count = least(part->to_receive - part->received, all->slot_bytes);
+    memcpy(&whole, place, sizeof whole);
+    if (whole != part->to_receive) return -1;
+    memcpy(part->target + part->received, place + CHUNK_HEAD, count);
+    part->received += count;
+    publish(peer_signal(all, peer, TAKEN, all->rank), ++all->got[peer]);
+    ring(own_signal(all, peer, DOORBELL));
+    return 1;
+}
+
+static int put_board(Members *all, Part *own) {
+    if (own->sent == own->to_send) return 0;
+    for (int peer = 0; peer < all->size; peer++)
+        if (peer != all->rank && all->shown - number_of(peer_signal(all, all->rank, SEEN, peer)) >= NUM_SLOTS) return 0;
+    char *place = board(all, all->rank, all->shown);
+    size_t count = least(own->to_send - own->sent, all->board_bytes);
+    memcpy(place, &own->to_send, sizeof own->to_send);
+    memcpy(place + CHUNK_HEAD, own->source + own->sent, count);
+    own->sent += count;
+    publish(own_signal(all, all->rank, SHOWN), ++all->shown);
+    for (int peer = 0; peer < all->size; peer++)
+        if (peer != all->rank) ring(own_signal(all, peer, DOORBELL));
+    return 1;
+}
+
+static int take_board(Members *all, int peer, Part *part) {
+    if (part->received == part->to_receive || number_of(own_signal(all, peer, SHOWN)) == all->seen[peer]) return 0;
+    const char *place = board(all, peer, all->seen[peer]);
+    size_t whole, count = least(part->to_receive - part->received, all->board_bytes);
+    memcpy(&whole, place, sizeof whole);
+    if (whole != part->to_receive) return -1;
+    memcpy(part->target + part->received, place + CHUNK_HEAD, count);
+    part->received += count;
+    publish(peer_signal(all, peer, SEEN, all->rank), ++all->seen[peer]);
+    ring(own_signal(all, peer, DOORBELL));
+    return 1;
+}
+
+static int is_left(const Part *part) { return part->sent < part->to_send || part->received < part->to_receive; }
+
+/* Whom a call waits for of those that cannot come any more: ended, or closed with nothing left to take. */
+static End whom_in_vain(Members *all, const Part *parts, int on_board) {
+    for (int peer = 0; peer < all->size; peer++) {
+        const Part *part = &parts[peer], *own = &parts[all->rank];
+        if (peer == all->rank || !(is_left(part) || (on_board && own->sent < own->to_send))) continue;
+        if (has_ended(all->alive[peer])) return (End){GONE, peer};
+        if (number_of(own_signal(all, peer, OPEN))) return (End){CLOSED, peer};
+    }
+    return (End){DONE, 0};
+}
+
+/* All parts of one call. With `on_board` the own part goes to everybody through the board, else each peer has its own. */
+static End exchange_parts(Members *all, Part *parts, int on_board, int64_t timeout_ns, PyThreadState **thread) {
+    Signal *doorbell = own_signal(all, all->rank, DOORBELL);
+    int64_t deadline = now_ns() + timeout_ns;
+    for (int idle = 0;;) {
+        uint32_t rung = number_of(doorbell);
+        int moved = on_board ? put_board(all, &parts[all->rank]) : 0, left = 0;
+        /* beginning behind oneself, so that members do not all come to the same one first */
+        for (int step = 1; step < all->size; step++) {
+            int to = (all->rank + step) % all->size, from = (all->rank + all->size - step) % all->size;
+            if (!on_board) moved |= put_chunk(all, to, &parts[to]);
+            int taken = on_board ? take_board(all, from, &parts[from]) : take_chunk(all, from, &parts[from]);
+            if (taken < 0) return (End){DIFFERENT, from};
+            moved |= taken;
+        }
+        for (int peer = 0; peer < all->size; peer++) left |= (on_board || peer != all->rank) && is_left(&parts[peer]);
+        if (!left) return (End){DONE, 0};
+        if (moved) {
+            idle = 0;
+            continue;
+        }
+        if (++idle <= SPINS) {
+            PAUSE;
+            continue;
+        }
+        if (sleep_on(doorbell, rung)) continue;
+        if (is_interrupted(thread)) return (End){INTERRUPTED, 0};
+        End vain = whom_in_vain(all, parts, on_board);
+        /* what came between the last look and the peer's end is still taken */
+        if (vain.how != DONE && number_of(doorbell) == rung) return vain;
+        if (now_ns() > deadline) {
+            for (int peer = 0; peer < all->size; peer++)
+                if (peer != all->rank && (is_left(&parts[peer]) || on_board)) return (End){LATE, peer};
+        }
+    }
+}
+
+/* Until a number of a peer's has come so far. */
+static End wait_for(Members *all, int peer, Signal *signal, uint32_t number, int64_t timeout_ns, PyThreadState **thread) {
+    Signal *doorbell = own_signal(all, all->rank, DOORBELL);
+    int64_t deadline = now_ns() + timeout_ns;
+    for (int idle = 0;;) {
+        uint32_t rung = number_of(doorbell);
+        if ((int32_t)(number_of(signal) - number) >= 0) return (End){DONE, peer};
+        if (++idle <= SPINS) {
+            PAUSE;
+            continue;
+        }
+        if (sleep_on(doorbell, rung)) continue;
+        if (is_interrupted(thread)) return (End){INTERRUPTED, peer};
+        if (number_of(doorbell) != rung) continue;
+        if (has_ended(all->alive[peer])) return (End){GONE, peer};
+        if (number_of(own_signal(all, peer, OPEN))) return (End){CLOSED, peer};
+        if (now_ns() > deadline) return (End){LATE, peer};
+    }
+}
+
+/* ---- Python ---- */
+
+#define CAPSULE "shardproof.members"
+
+static void forget(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, CAPSULE)); }
+
+static PyObject *region_size(PyObject *module, PyObject *args) {
+    int size;
+    Py_ssize_t slot_bytes, board_bytes;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "inn", &size, &slot_bytes, &board_bytes)) return NULL;
+    return PyLong_FromSize_t(region_bytes(size, (size_t)slot_bytes, (size_t)board_bytes));
+}
+
+static int read_numbers(PyObject *sequence, Py_ssize_t expected, unsigned long long *numbers) {
+    if (!PyTuple_Check(sequence) || PyTuple_Size(sequence) != expected) {
+        PyErr_Format(PyExc_ValueError, "a tuple of %zd numbers is expected", expected);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < expected; i++) {
+        numbers[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(sequence, i));
+        if (PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+static PyObject *join(PyObject *module, PyObject *args) {
+    int rank;
+    PyObject *bases, *alive;
+    Py_ssize_t slot_bytes, board_bytes;
+    unsigned long long numbers[MOST_MEMBERS];
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iOOnn", &rank, &bases, &alive, &slot_bytes, &board_bytes)) return NULL;
+    Py_ssize_t size = PyTuple_Check(bases) ? PyTuple_Size(bases) : 0;
+    if (size < 2 || size > MOST_MEMBERS || rank < 0 || rank >= size || slot_bytes < LINE || board_bytes < LINE) {
+        PyErr_SetString(PyExc_ValueError, "2 to 64 members, one of them this one, and slots of at least 64 bytes are expected");
+        return NULL;
+    }
+    Members *all = PyMem_Calloc(1, sizeof *all);
+    if (!all) return PyErr_NoMemory();
+    all->size = (int)size, all->rank = rank, all->slot_bytes = (size_t)slot_bytes, all->board_bytes = (size_t)board_bytes;
+    if (read_numbers(bases, size, numbers)) goto wrong;
+    for (int i = 0; i < all->size; i++) all->base[i] = (char *)(uintptr_t)numbers[i];
+    if (read_numbers(alive, size, numbers)) goto wrong;
+    for (int i = 0; i < all->size; i++) all->alive[i] = i == rank ? -1 : (int)numbers[i];
+    PyObject *capsule = PyCapsule_New(all, CAPSULE, forget);
+    if (capsule) return capsule;
+wrong:
+    PyMem_Free(all);
+    return NULL;
+}
+
+static PyObject *run(Members *all, Part *parts, int on_board, double timeout_s) {
+    PyThreadState *thread = PyEval_SaveThread();
+    End end = exchange_parts(all, parts, on_board, (int64_t)(timeout_s * 1e9), &thread);
+    PyEval_RestoreThread(thread);
+    return end.how == INTERRUPTED ? NULL : Py_BuildValue("ii", end.how, end.peer);
+}
+
+/* The members of a capsule and the parts that tuples of addresses and bytes describe. */
+static Members *read_parts(PyObject *capsule, PyObject *sources, PyObject *sent, PyObject *targets, PyObject *received, Part *parts) {
+    Members *all = PyCapsule_GetPointer(capsule, CAPSULE);
+    unsigned long long numbers[4][MOST_MEMBERS];
+    if (!all || read_numbers(sources, all->size, numbers[0]) || read_numbers(sent, all->size, numbers[1]) ||
+        read_numbers(targets, all->size, numbers[2]) || read_numbers(received, all->size, numbers[3]))
+        return NULL;
+    for (int i = 0; i < all->size; i++)
+        parts[i] = (Part){(const char *)(uintptr_t)numbers[0][i], (char *)(uintptr_t)numbers[2][i], (size_t)numbers[1][i], 0, (size_t)numbers[3][i], 0};
+    return all;
+}
+
+static PyObject *exchange(PyObject *module, PyObject *args) {
+    PyObject *capsule, *sources, *sent, *targets, *received;
+    double timeout_s;
+    Part parts[MOST_MEMBERS];
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOOOd", &capsule, &sources, &sent, &targets, &received, &timeout_s)) return NULL;
+    Members *all = read_parts(capsule, sources, sent, targets, received, parts);
+    if (!all) return NULL;
+    Part *own = &parts[all->rank];
+    if (own->to_send != own->to_receive) {
+        PyErr_SetString(PyExc_ValueError, "a member receives what it sends itself");
+        return NULL;
+    }
+    memcpy(own->target, own->source, own->to_send);
+    own->sent = own->received = own->to_send;
+    return run(all, parts, 0, timeout_s);
+}
+
+static PyObject *gather(PyObject *module, PyObject *args) {
+    PyObject *capsule, *targets, *received;
+    unsigned long long source;
+    double timeout_s;
+    Part parts[MOST_MEMBERS];
+    unsigned long long numbers[2][MOST_MEMBERS];
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OKOOd", &capsule, &source, &targets, &received, &timeout_s)) return NULL;
+    Members *all = PyCapsule_GetPointer(capsule, CAPSULE);
+    if (!all || read_numbers(targets, all->size, numbers[0]) || read_numbers(received, all->size, numbers[1])) return NULL;
+    for (int i = 0; i < all->size; i++) parts[i] = (Part){NULL, (char *)(uintptr_t)numbers[0][i], 0, 0, (size_t)numbers[1][i], 0};
+    Part *own = &parts[all->rank];
+    own->source = (const char *)(uintptr_t)source, own->to_send = own->to_receive;
+    memcpy(own->target, own->source, own->to_send);
+    own->received = own->to_receive;
+    return run(all, parts, 1, timeout_s);
+}
+
+/* Messages whose bytes lie elsewhere: `post` says that the next one is there, `take` that it was read. */
+static PyObject *post(PyObject *module, PyObject *args) {
+    PyObject *capsule;
+    int peer;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Oi", &capsule, &peer)) return NULL;
+    Members *all = PyCapsule_GetPointer(capsule, CAPSULE);
+    if (!all) return NULL;
+    publish(peer_signal(all, all->rank, FILLED, peer), ++all->sent[peer]);
+    ring(own_signal(all, peer, DOORBELL));
+    Py_RETURN_NONE;
+}
+
+static PyObject *take(PyObject *module, PyObject *args) {
+    PyObject *capsule;
+    int peer;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Oi", &capsule, &peer)) return NULL;
+    Members *all = PyCapsule_GetPointer(capsule, CAPSULE);
+    if (!all) return NULL;
+    publish(peer_signal(all, peer, TAKEN, all->rank), ++all->got[peer]);
+    ring(own_signal(all, peer, DOORBELL));
+    Py_RETURN_NONE;
+}
+
+static PyObject *wait_until(PyObject *args, int which) {
+    PyObject *capsule;
+    int peer;
+    unsigned int number;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "OiId", &capsule, &peer, &number, &timeout_s)) return NULL;
+    Members *all = PyCapsule_GetPointer(capsule, CAPSULE);
+    if (!all) return NULL;
+    Signal *signal = which == FILLED ? peer_signal(all, peer, FILLED, all->rank) : peer_signal(all, all->rank, TAKEN, peer);
+    PyThreadState *thread = PyEval_SaveThread();
+    End end = wait_for(all, peer, signal, number, (int64_t)(timeout_s * 1e9), &thread);
+    PyEval_RestoreThread(thread);
+    return end.how == INTERRUPTED ? NULL : Py_BuildValue("ii", end.how, end.peer);
+}
+static PyObject *wait_posted(PyObject *module, PyObject *args) { (void)module; return wait_until(args, FILLED); }
+static PyObject *wait_taken(PyObject *module, PyObject *args) { (void)module; return wait_until(args, TAKEN); }
+
+/* No call of any member waits for this one any more. */
+static PyObject *close_members(PyObject *module, PyObject *capsule) {
+    Members *all = PyCapsule_GetPointer(capsule, CAPSULE);
+    (void)module;
+    if (!all) return NULL;
+    publish(own_signal(all, all->rank, OPEN), 1);
+    for (int peer = 0; peer < all->size; peer++)
+        if (peer != all->rank) ring(own_signal(all, peer, DOORBELL));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"region_size", region_size, METH_VARARGS, "Bytes of the region of one member."},
+    {"join", join, METH_VARARGS, "A handle of this member of a group, whose regions are all mapped and were all zero."},
+    {"exchange", exchange, METH_VARARGS, "A part from each member to each."},
+    {"gather", gather, METH_VARARGS, "One part from each member to all."},
+    {"post", post, METH_VARARGS, "The next message for a peer is there."},
+    {"take", take, METH_VARARGS, "The next message of a peer was read."},
+    {"wait_posted", wait_posted, METH_VARARGS, "Until a peer has posted so many messages."},
+    {"wait_taken", wait_taken, METH_VARARGS, "Until a peer has taken so many messages."},
+    {"close", close_members, METH_O, "Tells all peers that this member makes no more calls."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shared_memory", "Collectives through shared memory; see transport/symmetric.", 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__shared_memory(void) {
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddIntConstant(made, "MOST_MEMBERS", MOST_MEMBERS)) return NULL;
+    return made;
+}

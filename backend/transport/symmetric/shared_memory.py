@@ -1,0 +1,221 @@
+"""Groups and channels through shared memory, and the transport that opens them for ranks of one host."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...base.recorder import Recorder
+from ...watch.watch import Board
+from ..base import (
+    DEFAULT_TIMEOUT_S,
+    Channel,
+    Group,
+    ReduceOp,
+    Shape,
+    TransportError,
+    check_ends,
+    check_members,
+    num_elements,
+)
+from ..exchanged import exchanged_all_reduce, folded
+from ..process_group import ProcessGroupTransport
+from .heap import Mapped, Region
+from .membership import Meetings, Membership, compiled
+
+SLOT_BYTES = 1 << 19
+"""Of the slots that a member of two has for the other; those of more members are as much smaller."""
+
+BOARD_BYTES = 1 << 19
+"""Of the slots that a member has for what it gives to all."""
+
+LEAST_SLOT_BYTES = 64
+MOST_BEGUN = 64
+"""Messages of a channel that have begun and not ended."""
+
+NOTE = struct.Struct("<QQQ")
+"""What a channel says of a message: where its buffer begins in the sender's heap, the buffer's bytes, and the
+message's."""
+
+LEAST_BUFFER_BYTES = 1 << 16
+
+
+class SharedMemoryTransport(ProcessGroupTransport):
+    """A process's way to the ranks of its host through shared memory, and to all others over gloo.
+
+    The members of a group agree on it when it is opened. `reasons` says of those that go over gloo why they do.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        global_rank: int,
+        world_size: int,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        recorder: Recorder | None = None,
+        board: Board | None = None,
+    ):
+        super().__init__(store, global_rank, world_size, timeout_s=timeout_s, recorder=recorder, board=board)
+        self.reasons: dict[str, str] = {}
+        self._meetings = Meetings(self._store, global_rank, timeout_s)
+
+    def close(self) -> None:
+        super().close()
+        self._meetings.close()
+
+    def _group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
+        members = check_members(name, ranks, self.global_rank)
+        if len(members) == 1:
+            return super()._group(name, axis, members)
+        slot_bytes = max(2 * SLOT_BYTES // len(members) // 64 * 64, LEAST_SLOT_BYTES)
+        joined = self._meetings.join(name, members, slot_bytes, BOARD_BYTES)
+        if isinstance(joined, Membership):
+            return SharedMemoryGroup(name, axis, joined, self.recorder)
+        self.reasons[name] = joined
+        return super()._group(name, axis, members)
+
+    def _channel(self, name: str, source: int, destination: int) -> Channel:
+        check_ends(name, source, destination, self.global_rank)
+        notes_bytes = -(-MOST_BEGUN * NOTE.size // 64) * 64
+        joined = self._meetings.join(name, (source, destination), LEAST_SLOT_BYTES, notes_bytes)
+        if isinstance(joined, Membership):
+            return SharedMemoryChannel(name, source, destination, joined)
+        self.reasons[name] = joined
+        return super()._channel(name, source, destination)
+
+
+class SharedMemoryGroup(Group):
+    """A group whose members map each other's memory."""
+
+    def __init__(self, name: str, axis: str, members: Membership, recorder: Recorder):
+        super().__init__(name, axis, members.ranks, members.ranks[members.rank], recorder)
+        self._members = members
+
+    def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
+        parts = [part.contiguous() for part in parts]
+        received, targets, counts = _room(shapes, parts[0].dtype)
+        sources, sent = tuple(part.data_ptr() for part in parts), tuple(part.nbytes for part in parts)
+        end = compiled.exchange(self._members.handle, sources, sent, targets, counts, self._members.timeout_s)
+        self._members.check(end, f"{self}: all_to_all")
+        return received
+
+    def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]:
+        tensor = tensor.contiguous()
+        received, targets, counts = _room(shapes, tensor.dtype)
+        end = compiled.gather(self._members.handle, tensor.data_ptr(), targets, counts, self._members.timeout_s)
+        self._members.check(end, f"{self}: all_gather")
+        return received
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, used_up: bool) -> Tensor:
+        return exchanged_all_reduce(tensor, op, self.size, self._all_to_all, self._all_gather)
+
+    def _reduce_scatter(self, parts: list[Tensor]) -> Tensor:
+        return folded(self._all_to_all(parts, [tuple(parts[0].shape)] * self.size), "sum")
+
+    def _barrier(self) -> None:
+        self._all_gather(torch.zeros(1, dtype=torch.uint8), [(1,)] * self.size)
+
+    def _end(self) -> None:
+        self._members.close()
+
+
+class SharedMemoryChannel(Channel):
+    """A channel through the sender's memory: a message lies whole in a buffer there, so that no send that has begun
+    waits for anything but its receive, and the board has a note of each."""
+
+    def __init__(self, name: str, source: int, destination: int, members: Membership):
+        super().__init__(name, source, destination, members.ranks[members.rank])
+        self._members = members
+        board = members.mapped[0]  # the sender's, at the end of its region
+        self._notes_at = board.num_bytes - MOST_BEGUN * NOTE.size
+        self._view = memoryview(board.view).cast("B")
+        self._begun = self._ended = 0
+        # the sender's: its buffers, each with the last message that lay in it; the receiver's: those it has mapped
+        self._buffers: list[tuple[Region, Mapped, int]] = []
+        self._mapped: dict[int, Mapped] = {}
+
+    def begin_send(self, tensor: Tensor) -> Callable[[], None]:
+        self._check_end(self.source, "send")
+        tensor = tensor.detach().contiguous()
+        number = self._begun + 1
+        if number > MOST_BEGUN:
+            self._wait_taken(number - MOST_BEGUN)
+        region, mapped = self._buffer(tensor.nbytes, number)
+        _tensor_at(mapped, tensor.nbytes).copy_(tensor.reshape(-1).view(torch.uint8))
+        note = self._notes_at + number % MOST_BEGUN * NOTE.size
+        NOTE.pack_into(self._view, note, region.offset, region.num_bytes, tensor.nbytes)
+        compiled.post(self._members.handle, 1)
+        self._begun = number
+        return lambda: self._wait_taken(number)
+
+    def begin_receive(self, shape: Shape, dtype: torch.dtype) -> Callable[[], Tensor]:
+        self._check_end(self.destination, "receive")
+        self._begun += 1
+        number = self._begun
+
+        def receive() -> Tensor:
+            end = compiled.wait_posted(self._members.handle, 0, number, self._members.timeout_s)
+            self._members.check(end, f"{self}: receive")
+            note = self._notes_at + number % MOST_BEGUN * NOTE.size
+            offset, room, num_bytes = NOTE.unpack_from(self._view, note)
+            if num_bytes != num_elements(shape) * dtype.itemsize:
+                raise TransportError(f"{self}: expects {dtype} {tuple(shape)}, but {num_bytes} bytes were sent.")
+            result = _tensor_at(self._map(offset, room), num_bytes).clone().view(dtype).reshape(shape)
+            compiled.take(self._members.handle, 0)
+            return result
+
+        return receive
+
+    def _buffer(self, num_bytes: int, number: int) -> tuple[Region, Mapped]:
+        """A buffer whose last message was taken, or a new one."""
+        for place, (region, mapped, last) in enumerate(self._buffers):
+            if last <= self._ended and region.num_bytes >= num_bytes:
+                self._buffers[place] = (region, mapped, number)
+                return region, mapped
+        try:
+            region, mapped = self._members.heap.allocate(max(LEAST_BUFFER_BYTES, 1 << (num_bytes - 1).bit_length()))
+        except OSError as error:
+            raise TransportError(f"{self}: send failed: no shared memory for {num_bytes:,} bytes: {error}.") from error
+        self._buffers.append((region, mapped, number))
+        return region, mapped
+
+    def _wait_taken(self, number: int) -> None:
+        end = compiled.wait_taken(self._members.handle, 1, number, self._members.timeout_s)
+        self._members.check(end, f"{self}: send")
+        self._ended = max(self._ended, number)
+
+    def _map(self, offset: int, num_bytes: int) -> Mapped:
+        """The sender's buffer."""
+        if offset not in self._mapped:
+            sender, region = self._members.neighbours[0], self._members.regions[0]
+            assert sender is not None
+            whole = Region(region.host, region.process, region.descriptor, offset, num_bytes)
+            self._mapped[offset] = sender.map(whole)
+        return self._mapped[offset]
+
+    def _end(self) -> None:
+        self._members.close()
+
+
+def _room(shapes: Sequence[Shape], dtype: torch.dtype) -> tuple[list[Tensor], tuple[int, ...], tuple[int, ...]]:
+    """Tensors to receive into, which lie one after the other, their addresses and bytes."""
+    counts = [num_elements(shape) for shape in shapes]
+    whole = torch.empty(sum(counts), dtype=dtype)
+    tensors = list(whole.split(counts))
+    return (
+        [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)],
+        tuple(tensor.data_ptr() for tensor in tensors),
+        tuple(tensor.nbytes for tensor in tensors),
+    )
+
+
+def _tensor_at(mapped: Mapped, num_bytes: int) -> Tensor:
+    """The first bytes of mapped memory as a tensor."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mapped.view, dtype=torch.uint8, count=num_bytes)
