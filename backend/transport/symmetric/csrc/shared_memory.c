@@ -62,7 +62,10 @@ typedef struct {
     int how, peer;
 } End;
 
-enum { DOORBELL, OPEN, SHOWN, NUM_OWN }; /* lines of a region before those of peers; OPEN is 0 until its owner closes it */
+/* Lines of a region before those of peers. OPEN is 0 until its owner makes no more calls: 1, or BECAUSE_OF and the member that it found
+ * ended, so that others hear of the first one to end and not of whoever followed. */
+enum { DOORBELL, OPEN, SHOWN, NUM_OWN };
+#define BECAUSE_OF 2
 
 static Signal *own_signal(const Members *all, int owner, int which) { return (Signal *)(all->base[owner] + (size_t)which * LINE); }
 static Signal *peer_signal(const Members *all, int owner, int which, int peer) {
@@ -189,15 +192,21 @@ static int take_board(Members *all, int peer, Part *part) {
 
 static int is_left(const Part *part) { return part->sent < part->to_send || part->received < part->to_receive; }
 
-/* Whom a call waits for of those that cannot come any more: ended, or closed with nothing left to take. */
+/* Where a call waits for one who cannot come any more: a member that has ended, or else the first that has closed. */
 static End whom_in_vain(Members *all, const Part *parts, int on_board) {
+    const Part *own = &parts[all->rank];
+    End found = {DONE, 0};
     for (int peer = 0; peer < all->size; peer++) {
-        const Part *part = &parts[peer], *own = &parts[all->rank];
-        if (peer == all->rank || !(is_left(part) || (on_board && own->sent < own->to_send))) continue;
-        if (has_ended(all->alive[peer])) return (End){GONE, peer};
-        if (number_of(own_signal(all, peer, OPEN))) return (End){CLOSED, peer};
+        uint32_t because = peer == all->rank ? 0 : number_of(own_signal(all, peer, OPEN));
+        if (because >= BECAUSE_OF && (int)(because - BECAUSE_OF) < all->size) return (End){GONE, (int)(because - BECAUSE_OF)};
     }
-    return (End){DONE, 0};
+    for (int peer = 0; peer < all->size; peer++) {
+        if (peer == all->rank) continue;
+        int awaited = is_left(&parts[peer]) || (on_board && own->sent < own->to_send), ended = has_ended(all->alive[peer]);
+        if (awaited && found.how == DONE && (ended || number_of(own_signal(all, peer, OPEN)))) found = (End){ended ? GONE : CLOSED, peer};
+        if (found.how == CLOSED && ended) found = (End){GONE, peer};
+    }
+    return found;
 }
 
 /* All parts of one call. With `on_board` the own part goes to everybody through the board, else each peer has its own. */
@@ -309,9 +318,18 @@ wrong:
     return NULL;
 }
 
+/* Makes no more calls: those who wait for this member hear why. */
+static void leave(Members *all, uint32_t why) {
+    Signal *open = own_signal(all, all->rank, OPEN);
+    if (!number_of(open)) publish(open, why);
+    for (int peer = 0; peer < all->size; peer++)
+        if (peer != all->rank) ring(own_signal(all, peer, DOORBELL));
+}
+
 static PyObject *run(Members *all, Part *parts, int on_board, double timeout_s) {
     PyThreadState *thread = PyEval_SaveThread();
     End end = exchange_parts(all, parts, on_board, (int64_t)(timeout_s * 1e9), &thread);
+    if (end.how == GONE) leave(all, BECAUSE_OF + (uint32_t)end.peer);
     PyEval_RestoreThread(thread);
     return end.how == INTERRUPTED ? NULL : Py_BuildValue("ii", end.how, end.peer);
 }
@@ -411,9 +429,7 @@ static PyObject *close_members(PyObject *module, PyObject *capsule) {
     Members *all = PyCapsule_GetPointer(capsule, CAPSULE);
     (void)module;
     if (!all) return NULL;
-    publish(own_signal(all, all->rank, OPEN), 1);
-    for (int peer = 0; peer < all->size; peer++)
-        if (peer != all->rank) ring(own_signal(all, peer, DOORBELL));
+    leave(all, 1);
     Py_RETURN_NONE;
 }
 
