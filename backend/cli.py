@@ -37,9 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     parser.add_argument(
         "--transport",
-        choices=("gloo", "memory", "nccl"),
+        choices=("gloo", "shm", "memory", "nccl"),
         default="gloo",
-        help="gloo: processes on CPUs (default); nccl: one GPU per rank; memory: all ranks as threads of one process",
+        help=(
+            "gloo: processes on CPUs (default); shm: the same, through memory that the ranks of a host share; nccl: "
+            "one GPU per rank; memory: all ranks as threads of one process"
+        ),
     )
     parser.add_argument(
         "--live-memory",

@@ -190,7 +190,8 @@ class Trainer:
         """This process is one of the ranks; torchrun sees to the others."""
         if self.transport == "memory":
             raise PlanError(
-                "transport 'memory' keeps all ranks in one process, but torchrun started several. Use gloo or nccl."
+                "transport 'memory' keeps all ranks in one process, but torchrun started several. Use gloo, shm or "
+                "nccl."
             )
         from .transport.base import TransportError
 
@@ -321,6 +322,8 @@ def run_steps(
     # the checkpoint's weights replace those
     started = plan if resume is None else replace(plan, train=replace(plan.train, load=None))
     rank = training_rank(transport, started, model=model, observer=observer)
+    for note in transport.notes:
+        say(f"warning: {note}", sys.stderr)
     checkpoints = None
     if plan.checkpoint.folder is not None:
         # with torch's module for it, which takes longer to load than a small step

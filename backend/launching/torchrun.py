@@ -29,7 +29,7 @@ def under_torchrun() -> bool:
 
 
 def torchrun_transport(
-    device: str | None = None, backend: Literal["gloo", "nccl"] = "gloo", timeout_s: float | None = None
+    device: str | None = None, backend: Literal["gloo", "shm", "nccl"] = "gloo", timeout_s: float | None = None
 ) -> Transport:
     """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless
     `device` says otherwise.
@@ -56,14 +56,19 @@ def torchrun_transport(
     shared = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_master)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = own_part(dist.PrefixStore(f"shardproof/{attempt}", shared), world_size)
+    timeout_s, board = timeout_s or DEFAULT_TIMEOUT_S, _shared_board(store, world_size)
+    if backend == "shm":
+        from ..transport.symmetric.shared_memory import SharedMemoryTransport
+
+        return SharedMemoryTransport(store, rank, world_size, timeout_s=timeout_s, board=board)
     return ProcessGroupTransport(
         store,
         rank,
         world_size,
         backend=backend,
         device=device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}"),
-        timeout_s=timeout_s or DEFAULT_TIMEOUT_S,
-        board=_shared_board(store, world_size),
+        timeout_s=timeout_s,
+        board=board,
     )
 
 

@@ -333,6 +333,11 @@ class Transport(ABC):
         return opened
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what this rank opened otherwise than asked."""
+        return ()
+
+    @property
     def opened(self) -> tuple[Group | Channel, ...]:
         """The groups and channels of this rank, in the order they were opened."""
         return tuple(self._opened.values())

@@ -108,7 +108,8 @@ class Meetings:
         """The others and their memory, or why this rank does not see it."""
         if len({region.host for region in regions}) > 1:
             return "the ranks are on several hosts, or of several users"
-        neighbours, mapped = [], []
+        neighbours: list[Neighbour | None] = []
+        mapped: list[Mapped] = []
         try:
             for member, region in enumerate(regions):
                 if member == rank:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....core.base.errors import named
 from ...base.recorder import Recorder
 from ...watch.watch import Board
 from ..base import (
@@ -63,6 +64,14 @@ class SharedMemoryTransport(ProcessGroupTransport):
         super().__init__(store, global_rank, world_size, timeout_s=timeout_s, recorder=recorder, board=board)
         self.reasons: dict[str, str] = {}
         self._meetings = Meetings(self._store, global_rank, timeout_s)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why what this rank opened goes over gloo, a sentence for each reason."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.reasons.items():
+            names.setdefault(reason, []).append(name)
+        return tuple(f"{self}: {named(found)} over gloo, not shared memory: {why}." for why, found in names.items())
 
     def close(self) -> None:
         super().close()
