@@ -1,4 +1,4 @@
-"""Shared memory beside gloo: collectives and messages of both, one after the other in the same processes.
+"""Shared memory and gloo: collectives and messages of both, in turn in the same processes.
 
 `python benchmarks/shared_memory.py [--ranks 2 4] [--rounds 7] [--kills 50]`: microseconds of a call of each, as the
 least and the median over rounds; ratios are over the median of shared memory. `copy` is one thread's copy of as many

@@ -179,7 +179,10 @@ def test_a_defect_in_a_rank_ends_the_command_with_3_and_names_rank_action_and_la
     assert "defective.py" in capfd.readouterr().err
 
 
-def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports_the_losses_of_ranks_that_are_threads(capsys):
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports_the_losses_of_ranks_that_are_threads(
+    transport, capsys
+):
     options = ["train", *PIPELINE, "--set", "train.steps=2", "--json"]
     torchrun = [
         sys.executable,
@@ -191,9 +194,11 @@ def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports_the_loss
         "-m",
         "shardproof",
     ]
-    done = subprocess.run([*torchrun, *options], capture_output=True, text=True, timeout=600)
+    command = [*torchrun, *options, "--transport", transport]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    assert "over gloo, not shared memory" not in done.stderr
     assert report["steps"] == 2 and report["world_size"] == 2 and not under_torchrun()
     assert main([*options, "--transport", "memory"]) == 0
     assert json.loads(capsys.readouterr().out)["losses"] == report["losses"]

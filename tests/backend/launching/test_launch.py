@@ -226,10 +226,11 @@ def survivor_job(transport, _):
         raise
 
 
-def test_the_first_cause_is_reported_even_when_a_peer_notices_it_first():
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_the_first_cause_is_reported_even_when_a_peer_notices_it_first(transport):
     for _ in range(3):
         with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL"):
-            run_ranks(survivor_job, world_size=2)
+            run_ranks(survivor_job, world_size=2, transport=transport)
 
 
 def unpicklable_job(transport, _):

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.plans import training_plan
+from shardproof import Layout
 from shardproof.backend.transport.base import Transport, TransportError
 from shardproof.backend.transport.symmetric.heap import SharedMemoryHeap
 from shardproof.backend.transport.symmetric.membership import compiled
@@ -21,8 +23,9 @@ from shardproof.backend.transport.symmetric.shared_memory import (
     SharedMemoryGroup,
     SharedMemoryTransport,
 )
+from shardproof.verify.dynamic.proof import prove
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory without a name")
+pytestmark = pytest.mark.skipif(compiled is None, reason="the package was installed without a C compiler")
 
 
 def sizes_job(transport: Transport, sizes: list[int]) -> list[bool]:
@@ -154,6 +157,11 @@ def test_without_memory_all_members_go_over_gloo_for_the_same_reason(workers: An
     assert {total for _, total in results} == {3.0}
     reasons = [reason["world"] for reason, _ in results]
     assert len(set(reasons)) == 1 and reasons[0].startswith("rank 1: no shared memory: ")
+
+
+def test_bits_over_shared_memory_are_those_of_one_device() -> None:
+    proof = prove(training_plan(Layout(tp=3, dp=2), num_heads=6, num_kv_heads=6), transport="shm", steps=2)
+    assert proof.findings == () and proof.report["bits_different"] == 0
 
 
 def test_memory_that_is_not_there_is_not_taken() -> None:

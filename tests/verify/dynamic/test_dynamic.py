@@ -7,7 +7,7 @@ the in-memory transport.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -61,7 +61,11 @@ PLANS: Mapping[str, Plan] = {
     "tp3-6-heads": tiny(Layout(tp=3), global_size=4, model="tiny-gpt-6h"),
 }
 
-OVER_GLOO = ("tp2-pp2-dp2-1f1b", "pp2-vpp2-interleaved", "dp3")
+OVER: Mapping[str, Literal["gloo", "shm"]] = {
+    **dict.fromkeys(("tp2-pp2-dp2-1f1b", "pp2-vpp2-interleaved", "dp3"), "gloo"),
+    **dict.fromkeys(("tp4", "pp4-m8-1f1b", "tp3-6-heads"), "shm"),
+}
+"""How ranks talk that are no threads of one process."""
 
 
 def assert_equal_bits(proof: Proof) -> None:
@@ -74,7 +78,7 @@ def assert_equal_bits(proof: Proof) -> None:
 
 @sampled("name", PLANS, on_push=3)
 def test_no_bit_differs_from_one_device_after_3_steps(name: str) -> None:
-    assert_equal_bits(prove(PLANS[name], steps=STEPS, transport="gloo" if name in OVER_GLOO else "memory"))
+    assert_equal_bits(prove(PLANS[name], steps=STEPS, transport=OVER.get(name, "memory")))
 
 
 @sampled(
