@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ...core.base.reduction import CarryTree, Node, cut, maximal_nodes
-from ..transport.base import Group
+from ...core.base.reduction import CarryTree, Node, cut, maximal_nodes, merges_of
+from ..transport.base import Group, joined
 from .tree import add_in_place
 
 
@@ -79,7 +79,7 @@ def sum_over(group: Group, values: Tensor, summands: Summands, dtype: torch.dtyp
     bounds = [cut(shape.numel(), group.size, member) for member in range(group.size)]
     flat = values.reshape(len(values), shape.numel())
     own = _finished(group, [flat[:, lo:hi] for lo, hi in bounds], summands).to(dtype)
-    whole = own if group.size == 1 else torch.cat(group.all_gather(own, [(hi - lo,) for lo, hi in bounds]))
+    whole = own if group.size == 1 else joined(group.all_gather(own, [(hi - lo,) for lo, hi in bounds]))
     return whole.view(shape)
 
 
@@ -106,9 +106,12 @@ def open_over(group: Group, values: Tensor, summands: Summands, *, dim: int, siz
 def _finished(group: Group, parts: Sequence[Tensor], summands: Summands) -> Tensor:
     """The finished sum of the part that every member has for this one; `parts[i]`, [n, ...], is
     what member i finishes."""
-    tree = _joined(group, parts, summands)
-    own = parts[group.rank]
-    return tree.root() if summands.num_leaves else own.new_zeros(own.shape[1:])
+    if not summands.num_leaves:
+        own = parts[group.rank]
+        return own.new_zeros(own.shape[1:])
+    nodes = [summands.shipped(member) for member in range(group.size)]
+    merges = merges_of(summands.num_leaves, [node for theirs in nodes for node in theirs])
+    return group.tree_sum(parts, [len(theirs) for theirs in nodes], merges)
 
 
 def _joined(group: Group, parts: Sequence[Tensor], summands: Summands) -> CarryTree[Tensor]:

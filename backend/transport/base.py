@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Literal, Self
@@ -95,6 +95,30 @@ class Group(ABC):
         self._begin_call()
         self._recorder.collective("all_to_all", self.axis, self.size, sent_bytes)
         return self._all_to_all(parts, [tuple(shape) for shape in shapes])
+
+    def tree_sum(self, parts: Sequence[Tensor], rows: Sequence[int], merges: Sequence[int]) -> Tensor:
+        """The sum, in one order, of all rows that the members have for this one; for exact numerics.
+
+        `parts[i]`, [rows of this member, ...], goes to member i, whose part here has `rows[i]` rows. All rows, in the
+        order of the members, are laid on a stack; after row k its two last values are added, left plus right,
+        `merges[k]` times (`core.base.reduction.merges_of`). One value is left. The own part is used up. Recorded as
+        the all-to-all that it is.
+        """
+        parts = [part.detach() for part in parts]
+        self._check("tree_sum", len(parts), len(rows))
+        own = parts[self.rank]
+        if self.size == 1:
+            return stack_sum(own, merges)
+        self._begin_call()
+        sent_bytes = sum(part.nbytes for i, part in enumerate(parts) if i != self.rank)
+        self._recorder.collective("all_to_all", self.axis, self.size, sent_bytes)
+        return self._tree_sum(parts, list(rows), list(merges))
+
+    def _tree_sum(self, parts: list[Tensor], rows: list[int], merges: list[int]) -> Tensor:
+        """`tree_sum` of two members or more."""
+        shape = tuple(parts[self.rank].shape[1:])
+        arrived = self._all_to_all(parts, [(count, *shape) for count in rows])
+        return stack_sum([row for part in arrived for row in part], merges)
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
         """Every member's tensor, in member order. `shapes` says what each member brings; without it all
@@ -394,6 +418,28 @@ def check_ends(name: str, source: int, destination: int, global_rank: int) -> No
         raise ValueError(
             f"channel {name!r} from rank {source} to rank {destination} cannot be opened on rank {global_rank}."
         )
+
+
+def stack_sum(rows: Iterable[Tensor], merges: Sequence[int]) -> Tensor:
+    """What `Group.tree_sum` says of rows that are all here; they are used up."""
+    held: list[Tensor] = []
+    for row, count in zip(rows, merges, strict=True):
+        held.append(row)
+        for _ in range(count):
+            right = held.pop()
+            held[-1].add_(right)
+    (total,) = held
+    return total
+
+
+def joined(vectors: Sequence[Tensor]) -> Tensor:
+    """Vectors one after the other: without a copy where they lie so already."""
+    first, place = vectors[0], vectors[0].data_ptr()
+    for vector in vectors:
+        if vector.data_ptr() != place or vector.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(vectors))
+        place += vector.nbytes
+    return first.as_strided((sum(len(vector) for vector in vectors),), (1,))
 
 
 def ring_all_reduce_bytes(payload_bytes: int, size: int) -> int:

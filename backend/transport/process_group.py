@@ -29,6 +29,7 @@ from .base import (
     Transport,
     TransportError,
     contiguous_copy,
+    joined,
     num_elements,
 )
 from .exchanged import exchanged_all_reduce, folded
@@ -151,7 +152,7 @@ class ProcessGroup(Group):
         received = torch.empty(sum(counts), dtype=torch.uint8, device=self._device)
         with _named(f"{self}: all_to_all"):
             self._process_group.alltoall_base(
-                received, _joined(outgoing), counts, [part.numel() for part in outgoing]
+                received, joined(outgoing), counts, [part.numel() for part in outgoing]
             ).wait()
         return [part.view(dtype).reshape(shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
 
@@ -182,7 +183,7 @@ class ProcessGroup(Group):
     def _reduce_scatter(self, parts: list[Tensor]) -> Tensor:
         if self._is_exchanged(sum(part.nbytes for part in parts)):
             return folded(self._all_to_all(parts, [tuple(parts[0].shape)] * self.size), "sum")
-        flat = _joined([part.reshape(-1) for part in parts])  # gloo compares the first dimensions
+        flat = joined([part.reshape(-1) for part in parts])  # gloo compares the first dimensions
         result = flat.new_empty(parts[0].numel())
         options = dist.ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
@@ -293,16 +294,6 @@ def _named(what: str) -> Iterator[None]:
         raise
     except RuntimeError as error:  # DistBackendError and DistStoreError are RuntimeErrors
         raise TransportError(f"{what} failed: {str(error).splitlines()[0]}") from error
-
-
-def _joined(vectors: Sequence[Tensor]) -> Tensor:
-    """Vectors one after the other: without a copy where they lie so already."""
-    first, place = vectors[0], vectors[0].data_ptr()
-    for vector in vectors:
-        if vector.data_ptr() != place or vector.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat(list(vectors))
-        place += vector.nbytes
-    return first.as_strided((sum(len(vector) for vector in vectors),), (1,))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

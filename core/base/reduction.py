@@ -7,7 +7,7 @@ those; whoever finishes the tree gets the same bits, whatever the cuts were.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 Node = tuple[int, int]
@@ -58,6 +58,25 @@ def sibling(num_leaves: int, node: Node) -> Node | None:
         left, right = split(current)
         current, other = (left, right) if node[1] <= left[1] else (right, left)
     return other
+
+
+def merges_of(num_leaves: int, nodes: Sequence[Node]) -> tuple[int, ...]:
+    """How often the last two values held are added, left plus right, after each of the nodes that arrive from left to
+    right. Nodes that cover all leaves leave one value.
+
+    >>> merges_of(6, [(0, 2), (2, 3), (3, 4), (4, 6)])
+    (0, 0, 2, 1)
+    """
+    held: list[Node] = []
+    found = []
+    for node in nodes:
+        count, here = 0, node
+        while held and sibling(num_leaves, here) == held[-1]:
+            here = (held.pop()[0], here[1])
+            count += 1
+        held.append(here)
+        found.append(count)
+    return tuple(found)
 
 
 class CarryTree(Generic[Value]):

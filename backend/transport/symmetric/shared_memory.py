@@ -113,6 +113,24 @@ class SharedMemoryGroup(Group):
         self._members.check(end, f"{self}: all_to_all")
         return received
 
+    def _tree_sum(self, parts: list[Tensor], rows: list[int], merges: list[int]) -> Tensor:
+        if parts[0].dtype != torch.float32 or max(rows) > compiled.MOST_ROWS:
+            return super()._tree_sum(parts, rows, merges)
+        parts = [part if _has_whole_rows(part) else part.contiguous() for part in parts]
+        total = torch.empty(parts[self.rank].shape[1:], dtype=torch.float32)
+        end = compiled.tree_sum(
+            self._members.handle,
+            tuple(part.data_ptr() for part in parts),
+            tuple(part.stride(0) for part in parts),
+            tuple(num_elements(tuple(part.shape[1:])) for part in parts),
+            tuple(rows),
+            tuple(merges),
+            total.data_ptr(),
+            self._members.timeout_s,
+        )
+        self._members.check(end, f"{self}: tree_sum")
+        return total
+
     def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]:
         tensor = tensor.contiguous()
         received, targets, counts = _room(shapes, tensor.dtype)
@@ -221,6 +239,11 @@ def _room(shapes: Sequence[Shape], dtype: torch.dtype) -> tuple[list[Tensor], tu
         tuple(tensor.data_ptr() for tensor in tensors),
         tuple(tensor.nbytes for tensor in tensors),
     )
+
+
+def _has_whole_rows(part: Tensor) -> bool:
+    """True where each row is one run of numbers, wherever it lies."""
+    return not len(part) or part[0].is_contiguous()
 
 
 def _tensor_at(mapped: Mapped, num_bytes: int) -> Tensor:

@@ -8,7 +8,9 @@ import time
 import pytest
 import torch
 
+from shardproof.backend.numerics.summands import Summands, merged, part_over, sum_over
 from shardproof.backend.transport.base import ring_all_reduce_bytes
+from shardproof.core.base.reduction import CarryTree
 from shardproof.core.machine.host import EXCHANGED_BYTES
 from shardproof.core.program import Collective
 
@@ -81,6 +83,35 @@ def test_all_gather_of_even_uneven_scalar_and_empty_tensors(workers, transport, 
         [(0, 7)] * world_size,
     )
     assert workers(world_size, transport).run(all_gather_job, DTYPES) == [expected] * world_size
+
+
+TREES = ((1, 1, 1, 1, 1), (3, 3, 2, 0, 4), (0, 7, 1, 0, 0), (64, 1, 0, 30, 5))
+"""Leaves of each member; of fewer members the first ones."""
+
+
+def tree_sum_job(transport, counts):
+    """The sum of all leaves for an uneven part of the elements, and the same from all leaves by the tree itself."""
+    group = transport.group("world", "dp", range(transport.world_size))
+    counts = counts[: group.size]
+    summands, found = Summands.leaves(counts), []
+    for width in (0, 1, 1023, 70_000):
+        leaves = torch.randn(sum(counts), group.size, width, generator=torch.Generator().manual_seed(width))
+        lo = sum(counts[: group.rank])
+        own = merged(leaves[lo : lo + counts[group.rank]], summands, group.rank)
+        total = part_over(group, own.flatten(1), summands, dim=0, sizes=[width] * group.size)
+        tree = CarryTree(sum(counts), torch.add)
+        for leaf, value in enumerate(leaves[:, group.rank]):
+            tree.insert((leaf, leaf + 1), value)
+        whole = sum_over(group, own.clone(), summands)
+        found.append(torch.equal(total, tree.root()) and torch.equal(whole[group.rank], tree.root()))
+    return found
+
+
+@every_transport
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("counts", TREES)
+def test_sums_over_members_are_those_of_the_canonical_tree(workers, transport, world_size, counts):
+    assert workers(world_size, transport).run(tree_sum_job, counts) == [[True] * 4] * world_size
 
 
 def all_reduce_job(transport, _):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.core.base.reduction import CarryTree, cut, maximal_nodes, sibling, split
+from shardproof.core.base.reduction import CarryTree, cut, maximal_nodes, merges_of, sibling, split
 
 SIZES = st.integers(1, 70)
 
@@ -107,3 +107,19 @@ def test_cut_covers_everything_in_order_and_evenly(num_items, num_parts):
     assert all(before[1] == after[0] for before, after in pairwise(parts))
     sizes = [hi - lo for lo, hi in parts]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+@given(st.data(), st.integers(1, 200))
+def test_merges_of_nodes_from_left_to_right_are_those_of_the_carry_tree(data: st.DataObject, num_leaves: int) -> None:
+    bounds = sorted(data.draw(st.lists(st.integers(0, num_leaves), max_size=8)))
+    nodes = [node for lo, hi in pairwise([0, *bounds, num_leaves]) for node in maximal_nodes(num_leaves, lo, hi)]
+    tree: CarryTree[str] = CarryTree(num_leaves, lambda left, right: f"({left}+{right})")
+    held: list[str] = []
+    for node, count in zip(nodes, merges_of(num_leaves, nodes), strict=True):
+        tree.insert(node, str(node))
+        held.append(str(node))
+        for _ in range(count):
+            right = held.pop()
+            held[-1] = f"({held[-1]}+{right})"
+        assert held == [tree.value(each) for each in tree.nodes]
+    assert held == [tree.root()]

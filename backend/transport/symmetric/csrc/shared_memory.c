@@ -246,6 +246,126 @@ static End exchange_parts(Members *all, Part *parts, int on_board, int64_t timeo
     }
 }
 
+/* ---- The canonical tree, out of the slots of the members ---- */
+
+#define MOST_HELD 64     /* partial sums at once: the logarithm of the leaves, and as many rows as a member ships */
+#define STRIPE 1024      /* numbers that are added at a time: they stay in the first cache */
+
+/* What one call of a tree sum does. Rows of a part are `stride` numbers apart where they come from, and lie one after the other in a slot,
+ * `block` numbers of each. */
+typedef struct {
+    const float *source[MOST_MEMBERS];
+    size_t stride[MOST_MEMBERS], width[MOST_MEMBERS]; /* of the parts that this member sends, its own too */
+    int rows[MOST_MEMBERS];                           /* that each member has for each part */
+    const int *merges;
+    size_t block;
+    float *target;
+} Tree;
+
+static int put_rows(Members *all, int peer, const Tree *tree, size_t *at) {
+    size_t width = tree->width[peer];
+    int rows = tree->rows[all->rank];
+    if (*at >= width || !rows) return 0;
+    if (all->sent[peer] - number_of(peer_signal(all, all->rank, TAKEN, peer)) >= NUM_SLOTS) return 0;
+    char *place = slot(all, all->rank, peer, all->sent[peer]);
+    size_t count = least(width - *at, tree->block), whole = width * (size_t)rows * sizeof(float);
+    memcpy(place, &whole, sizeof whole);
+    for (int row = 0; row < rows; row++)
+        memcpy(place + CHUNK_HEAD + (size_t)row * count * sizeof(float), tree->source[peer] + (size_t)row * tree->stride[peer] + *at, count * sizeof(float));
+    *at += count;
+    publish(peer_signal(all, all->rank, FILLED, peer), ++all->sent[peer]);
+    ring(own_signal(all, peer, DOORBELL));
+    return 1;
+}
+
+/* One stripe of all rows on a stack; after each the two last are added as often as `merges` says. */
+static void add_stripe(const float *const *rows, int num_rows, const int *merges, float *target, size_t count) {
+    float sums[MOST_HELD][STRIPE];
+    const float *held[MOST_HELD];
+    int depth = 0;
+    for (int row = 0; row < num_rows; row++) {
+        held[depth++] = rows[row];
+        for (int merge = 0; merge < merges[row]; merge++) {
+            depth--;
+            const float *left = held[depth - 1], *right = held[depth];
+            float *sum = row == num_rows - 1 && depth == 1 ? target : sums[depth - 1];
+            for (size_t i = 0; i < count; i++) sum[i] = left[i] + right[i];
+            held[depth - 1] = sum;
+        }
+    }
+    if (held[0] != target) memcpy(target, held[0], count * sizeof(float));
+}
+
+/* 1 when a block was added, 0 while a member's is missing, -1 - member where one sends another number of bytes. */
+static int add_block(Members *all, const Tree *tree, size_t at) {
+    const float *rows[MOST_MEMBERS * MOST_HELD], *stripes[MOST_MEMBERS * MOST_HELD];
+    size_t width = tree->width[all->rank], count = least(width - at, tree->block);
+    int num_rows = 0;
+    for (int peer = 0; peer < all->size; peer++)
+        if (peer != all->rank && tree->rows[peer] && number_of(peer_signal(all, peer, FILLED, all->rank)) == all->got[peer]) return 0;
+    for (int peer = 0; peer < all->size; peer++) {
+        const char *place = slot(all, peer, all->rank, all->got[peer]);
+        size_t whole;
+        if (peer != all->rank && tree->rows[peer]) {
+            memcpy(&whole, place, sizeof whole);
+            if (whole != width * (size_t)tree->rows[peer] * sizeof(float)) return -1 - peer;
+        }
+        for (int row = 0; row < tree->rows[peer]; row++)
+            rows[num_rows++] = peer == all->rank ? tree->source[peer] + (size_t)row * tree->stride[peer] + at
+                                                 : (const float *)(place + CHUNK_HEAD) + (size_t)row * count;
+    }
+    for (size_t from = 0; from < count; from += STRIPE) {
+        for (int row = 0; row < num_rows; row++) stripes[row] = rows[row] + from;
+        add_stripe(stripes, num_rows, tree->merges, tree->target + at + from, least(count - from, STRIPE));
+    }
+    for (int peer = 0; peer < all->size; peer++) {
+        if (peer == all->rank || !tree->rows[peer]) continue;
+        publish(peer_signal(all, peer, TAKEN, all->rank), ++all->got[peer]);
+        ring(own_signal(all, peer, DOORBELL));
+    }
+    return 1;
+}
+
+static End tree_parts(Members *all, const Tree *tree, int64_t timeout_ns, PyThreadState **thread) {
+    Signal *doorbell = own_signal(all, all->rank, DOORBELL);
+    int64_t deadline = now_ns() + timeout_ns;
+    size_t sent[MOST_MEMBERS] = {0}, added = 0;
+    for (int idle = 0;;) {
+        uint32_t rung = number_of(doorbell);
+        int moved = 0, left = 0;
+        for (int step = 1; step < all->size; step++) moved |= put_rows(all, (all->rank + step) % all->size, tree, &sent[(all->rank + step) % all->size]);
+        if (added < tree->width[all->rank]) {
+            int added_one = add_block(all, tree, added);
+            if (added_one < 0) return (End){DIFFERENT, -1 - added_one};
+            if (added_one) added += least(tree->width[all->rank] - added, tree->block);
+            moved |= added_one;
+        }
+        for (int peer = 0; peer < all->size; peer++) left |= peer != all->rank && tree->rows[all->rank] && sent[peer] < tree->width[peer];
+        if (!left && added >= tree->width[all->rank]) return (End){DONE, 0};
+        if (moved) {
+            idle = 0;
+            continue;
+        }
+        if (++idle <= SPINS) {
+            PAUSE;
+            continue;
+        }
+        if (sleep_on(doorbell, rung)) continue;
+        if (is_interrupted(thread)) return (End){INTERRUPTED, 0};
+        Part parts[MOST_MEMBERS];
+        for (int peer = 0; peer < all->size; peer++) {
+            int waits = added < tree->width[all->rank] && tree->rows[peer] && number_of(peer_signal(all, peer, FILLED, all->rank)) == all->got[peer];
+            parts[peer] = (Part){NULL, NULL, tree->rows[all->rank] ? tree->width[peer] : 0, sent[peer], (size_t)waits, 0};
+        }
+        parts[all->rank] = (Part){NULL, NULL, 0, 0, 0, 0};
+        End vain = whom_in_vain(all, parts, 0);
+        if (vain.how != DONE && number_of(doorbell) == rung) return vain;
+        if (now_ns() > deadline)
+            for (int peer = 0; peer < all->size; peer++)
+                if (is_left(&parts[peer])) return (End){LATE, peer};
+    }
+}
+
 /* Until a number of a peer's has come so far. */
 static End wait_for(Members *all, int peer, Signal *signal, uint32_t number, int64_t timeout_ns, PyThreadState **thread) {
     Signal *doorbell = own_signal(all, all->rank, DOORBELL);
@@ -382,6 +502,57 @@ static PyObject *gather(PyObject *module, PyObject *args) {
     return run(all, parts, 1, timeout_s);
 }
 
+static PyObject *tree_sum(PyObject *module, PyObject *args) {
+    PyObject *capsule, *sources, *strides, *widths, *rows, *merges, *result = NULL;
+    unsigned long long target, numbers[4][MOST_MEMBERS];
+    double timeout_s;
+    Tree tree;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOOOOKd", &capsule, &sources, &strides, &widths, &rows, &merges, &target, &timeout_s)) return NULL;
+    Members *all = PyCapsule_GetPointer(capsule, CAPSULE);
+    if (!all || read_numbers(sources, all->size, numbers[0]) || read_numbers(strides, all->size, numbers[1]) ||
+        read_numbers(widths, all->size, numbers[2]) || read_numbers(rows, all->size, numbers[3]))
+        return NULL;
+    Py_ssize_t num_rows = 0;
+    unsigned long long most = 1;
+    for (int i = 0; i < all->size; i++) {
+        tree.source[i] = (const float *)(uintptr_t)numbers[0][i], tree.stride[i] = (size_t)numbers[1][i], tree.width[i] = (size_t)numbers[2][i];
+        if (numbers[3][i] > MOST_HELD) return PyErr_Format(PyExc_ValueError, "a member has %llu rows, and at most %d are added", numbers[3][i], MOST_HELD);
+        tree.rows[i] = (int)numbers[3][i], num_rows += tree.rows[i];
+        most = numbers[3][i] > most ? numbers[3][i] : most;
+    }
+    tree.target = (float *)(uintptr_t)target;
+    tree.block = all->slot_bytes / sizeof(float) / most;
+    unsigned long long *counts = PyMem_Calloc((size_t)num_rows + 1, sizeof *counts);
+    int *merged = PyMem_Calloc((size_t)num_rows + 1, sizeof *merged);
+    if (!counts || !merged) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    if (read_numbers(merges, num_rows, counts)) goto end;
+    /* the stack never runs empty or over, and one value is left */
+    long long depth = 0;
+    int is_legal = num_rows > 0 && tree.block > 0;
+    for (Py_ssize_t row = 0; row < num_rows && is_legal; row++) {
+        is_legal = ++depth <= MOST_HELD && counts[row] < (unsigned long long)depth;
+        merged[row] = (int)counts[row], depth -= merged[row];
+    }
+    if (!is_legal || depth != 1) {
+        PyErr_SetString(PyExc_ValueError, "rows and merges are expected that leave one value of a stack");
+        goto end;
+    }
+    tree.merges = merged;
+    PyThreadState *thread = PyEval_SaveThread();
+    End found = tree_parts(all, &tree, (int64_t)(timeout_s * 1e9), &thread);
+    if (found.how == GONE) leave(all, BECAUSE_OF + (uint32_t)found.peer);
+    PyEval_RestoreThread(thread);
+    if (found.how != INTERRUPTED) result = Py_BuildValue("ii", found.how, found.peer);
+end:
+    PyMem_Free(counts);
+    PyMem_Free(merged);
+    return result;
+}
+
 /* Messages whose bytes lie elsewhere: `post` says that the next one is there, `take` that it was read. */
 static PyObject *post(PyObject *module, PyObject *args) {
     PyObject *capsule;
@@ -438,6 +609,7 @@ static PyMethodDef methods[] = {
     {"join", join, METH_VARARGS, "A handle of this member of a group, whose regions are all mapped and were all zero."},
     {"exchange", exchange, METH_VARARGS, "A part from each member to each."},
     {"gather", gather, METH_VARARGS, "One part from each member to all."},
+    {"tree_sum", tree_sum, METH_VARARGS, "The sum in one order of what all members have for this one."},
     {"post", post, METH_VARARGS, "The next message for a peer is there."},
     {"take", take, METH_VARARGS, "The next message of a peer was read."},
     {"wait_posted", wait_posted, METH_VARARGS, "Until a peer has posted so many messages."},
@@ -450,6 +622,6 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shared_memory", "Co
 
 PyMODINIT_FUNC PyInit__shared_memory(void) {
     PyObject *made = PyModule_Create(&module);
-    if (made && PyModule_AddIntConstant(made, "MOST_MEMBERS", MOST_MEMBERS)) return NULL;
+    if (made && (PyModule_AddIntConstant(made, "MOST_MEMBERS", MOST_MEMBERS) || PyModule_AddIntConstant(made, "MOST_ROWS", MOST_HELD))) return NULL;
     return made;
 }
