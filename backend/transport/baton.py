@@ -138,6 +138,10 @@ class PairedGroup(Group):
         with self._line() as group:
             return group.all_to_all(parts, shapes)
 
+    def tree_sum(self, parts: Sequence[Tensor], rows: Sequence[int], merges: Sequence[int]) -> Tensor:
+        with self._line() as group:
+            return group.tree_sum(parts, rows, merges)
+
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
         with self._line() as group:
             return group.all_gather(tensor, shapes)

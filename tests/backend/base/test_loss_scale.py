@@ -251,15 +251,15 @@ def test_a_nan_on_one_rank_is_seen_by_all_and_the_rank_and_tensor_are_named(
 def poisoned_sum(transport, plan):
     """What rank 2 brings to its sums over the copies is spoilt behind its back, in the second step."""
     rank = TrainingRank(transport, plan)
-    plain = rank.mesh.dp.all_to_all
+    plain = rank.mesh.dp.tree_sum
 
-    def all_to_all(parts, shapes):
-        arrived = plain(parts, shapes)
+    def tree_sum(parts, rows, merges):
+        total = plain(parts, rows, merges)
         if rank.transport.watch.phase == "step 2" and transport.global_rank == 2:
-            arrived[0].view(-1)[5] = float("inf")
-        return arrived
+            total.view(-1)[5] = float("inf")
+        return total
 
-    rank.mesh.dp.all_to_all = all_to_all
+    rank.mesh.dp.tree_sum = tree_sum
     try:
         for step in range(3):
             rank.step(step)

@@ -2,6 +2,7 @@
 afterwards, and what is refused."""
 
 import functools
+import inspect
 import threading
 import time
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from shardproof.backend.numerics.summands import Summands, merged, part_over, sum_over
-from shardproof.backend.transport.base import ring_all_reduce_bytes
+from shardproof.backend.transport.base import Group, ring_all_reduce_bytes
+from shardproof.backend.transport.baton import PairedGroup
 from shardproof.core.base.reduction import CarryTree
 from shardproof.core.machine.host import EXCHANGED_BYTES
 from shardproof.core.program import Collective
@@ -112,6 +114,11 @@ def tree_sum_job(transport, counts):
 @pytest.mark.parametrize("counts", TREES)
 def test_sums_over_members_are_those_of_the_canonical_tree(workers, transport, world_size, counts):
     assert workers(world_size, transport).run(tree_sum_job, counts) == [[True] * 4] * world_size
+
+
+def test_a_pair_of_communicators_makes_every_call_of_a_group():
+    calls = {name for name, value in vars(Group).items() if inspect.isfunction(value) and not name.startswith("_")}
+    assert calls - {"release"} <= set(vars(PairedGroup))
 
 
 def all_reduce_job(transport, _):
