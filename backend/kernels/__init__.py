@@ -1,0 +1,1 @@
+"""What runs on GPUs, in Triton: collectives through symmetric memory, exact sums and products. Knows no plan."""

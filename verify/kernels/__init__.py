@@ -1,0 +1,2 @@
+"""What holds of a kernel without a GPU: interpreted, its compiled code executed, assembled, its barriers explored.
+Trains nothing."""
