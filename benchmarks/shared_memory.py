@@ -32,7 +32,7 @@ Seconds = dict[str, list[float]]
 
 def calls_of(group: Group, there: Channel, back: Channel, here: int, count: int) -> dict[str, Callable[[], object]]:
     """What is measured, by name; values are fp32."""
-    values = torch.rand(count)
+    values, used_up = torch.rand(count), torch.rand(count)
     part = count // group.size
     parts, shapes = list(values[: part * group.size].split(part)), [(part,)] * group.size
 
@@ -47,7 +47,7 @@ def calls_of(group: Group, there: Channel, back: Channel, here: int, count: int)
     return {
         "all_gather": lambda: group.all_gather(values),
         "all_to_all": lambda: group.all_to_all(parts, shapes),
-        "exact all_reduce": lambda: sum_over(group, values.clone()[None], Summands.one_each(group.size)),
+        "exact all_reduce": lambda: sum_over(group, used_up[None], Summands.one_each(group.size)),
         "fast all_reduce": lambda: group.all_reduce(values, "sum"),
         "round trip": round_trip,
     }

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from ...core.base.reduction import CarryTree, Node, cut, maximal_nodes, merges_of
-from ..transport.base import Group, joined
+from ...core.base.reduction import CarryTree, Node, maximal_nodes, merges_of
+from ..transport.base import Group
 from .tree import add_in_place
 
 
@@ -57,6 +58,18 @@ class Summands:
         own = self.nodes[member]
         return maximal_nodes(self.num_leaves, own[0][0], own[-1][1]) if own else ()
 
+    @property
+    def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many values each member ships, and the order of their sum, as `Group.tree_sum` takes both."""
+        return _order(self)
+
+
+@lru_cache(maxsize=1024)
+def _order(summands: Summands) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shipped = [summands.shipped(member) for member in range(len(summands.nodes))]
+    merges = merges_of(summands.num_leaves, [node for theirs in shipped for node in theirs])
+    return tuple(map(len, shipped)), merges
+
 
 def merged(values: Tensor, summands: Summands, member: int) -> Tensor:
     """The values of the nodes that a member ships, [n, ...], in fp32 at least; it shares no memory with `values`."""
@@ -76,11 +89,10 @@ def sum_over(group: Group, values: Tensor, summands: Summands, dtype: torch.dtyp
     2(n-1)/n of the data leaves each rank when cuts are aligned. The finished sum is rounded to `dtype`.
     """
     shape = values.shape[1:]
-    bounds = [cut(shape.numel(), group.size, member) for member in range(group.size)]
+    if not summands.num_leaves:
+        return values.new_zeros(shape, dtype=dtype)
     flat = values.reshape(len(values), shape.numel())
-    own = _finished(group, [flat[:, lo:hi] for lo, hi in bounds], summands).to(dtype)
-    whole = own if group.size == 1 else joined(group.all_gather(own, [(hi - lo,) for lo, hi in bounds]))
-    return whole.view(shape)
+    return group.tree_all_reduce(flat, *summands.order, dtype).view(shape)
 
 
 def part_over(
@@ -109,9 +121,7 @@ def _finished(group: Group, parts: Sequence[Tensor], summands: Summands) -> Tens
     if not summands.num_leaves:
         own = parts[group.rank]
         return own.new_zeros(own.shape[1:])
-    nodes = [summands.shipped(member) for member in range(group.size)]
-    merges = merges_of(summands.num_leaves, [node for theirs in nodes for node in theirs])
-    return group.tree_sum(parts, [len(theirs) for theirs in nodes], merges)
+    return group.tree_sum(parts, *summands.order)
 
 
 def _joined(group: Group, parts: Sequence[Tensor], summands: Summands) -> CarryTree[Tensor]:

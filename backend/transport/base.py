@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ...core.base.errors import ShardproofError
+from ...core.base.reduction import cut
 from ..base.recorder import Recorder
 from ..watch.watch import Board, RankWatch
 
@@ -113,6 +114,30 @@ class Group(ABC):
         sent_bytes = sum(part.nbytes for i, part in enumerate(parts) if i != self.rank)
         self._recorder.collective("all_to_all", self.axis, self.size, sent_bytes)
         return self._tree_sum(parts, list(rows), list(merges))
+
+    def tree_all_reduce(self, values: Tensor, rows: Sequence[int], merges: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The sum [count] that `tree_sum` makes of all rows of all members' `values` [rows of this member, count],
+        rounded to `dtype`, on every member.
+
+        Each adds up an even part of the elements, then all take all parts. Recorded as this all-to-all and all-gather,
+        also where a transport needs one call. `values` are used up.
+        """
+        values = values.detach()
+        self._check("tree_all_reduce", len(rows))
+        if self.size == 1:
+            return stack_sum(values, merges).to(dtype)
+        self._begin_call()
+        lo, hi = cut(values.shape[1], self.size, self.rank)
+        sent_bytes = len(values) * (values.shape[1] - (hi - lo)) * values.element_size()
+        self._recorder.collective("all_to_all", self.axis, self.size, sent_bytes)
+        self._recorder.collective("all_gather", self.axis, self.size, (hi - lo) * dtype.itemsize * (self.size - 1))
+        return self._tree_all_reduce(values, list(rows), list(merges), dtype)
+
+    def _tree_all_reduce(self, values: Tensor, rows: list[int], merges: list[int], dtype: torch.dtype) -> Tensor:
+        """`tree_all_reduce` of two members or more."""
+        bounds = [cut(values.shape[1], self.size, member) for member in range(self.size)]
+        own = self._tree_sum([values[:, lo:hi] for lo, hi in bounds], rows, merges).to(dtype)
+        return joined(self._all_gather(own, [(hi - lo,) for lo, hi in bounds]))
 
     def _tree_sum(self, parts: list[Tensor], rows: list[int], merges: list[int]) -> Tensor:
         """`tree_sum` of two members or more."""

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from ...core.schedule.action import Action, Kind
@@ -141,6 +142,10 @@ class PairedGroup(Group):
     def tree_sum(self, parts: Sequence[Tensor], rows: Sequence[int], merges: Sequence[int]) -> Tensor:
         with self._line() as group:
             return group.tree_sum(parts, rows, merges)
+
+    def tree_all_reduce(self, values: Tensor, rows: Sequence[int], merges: Sequence[int], dtype: torch.dtype) -> Tensor:
+        with self._line() as group:
+            return group.tree_all_reduce(values, rows, merges, dtype)
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
         with self._line() as group:

@@ -251,7 +251,7 @@ def test_a_nan_on_one_rank_is_seen_by_all_and_the_rank_and_tensor_are_named(
 def poisoned_sum(transport, plan):
     """What rank 2 brings to its sums over the copies is spoilt behind its back, in the second step."""
     rank = TrainingRank(transport, plan)
-    plain = rank.mesh.dp.tree_sum
+    plain = rank.mesh.dp._tree_sum
 
     def tree_sum(parts, rows, merges):
         total = plain(parts, rows, merges)
@@ -259,7 +259,7 @@ def poisoned_sum(transport, plan):
             total.view(-1)[5] = float("inf")
         return total
 
-    rank.mesh.dp.tree_sum = tree_sum
+    rank.mesh.dp._tree_sum = tree_sum
     try:
         for step in range(3):
             rank.step(step)

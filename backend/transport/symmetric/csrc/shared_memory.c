@@ -26,6 +26,9 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #define LINE 64
 #define MOST_MEMBERS 64
@@ -135,6 +138,25 @@ typedef struct {
 
 static size_t least(size_t one, size_t other) { return one < other ? one : other; }
 
+/* Results of so many bytes are written past the caches: who reads them comes later than they would stay there, and a line that is written
+ * whole need not be read first. That is a third of the memory traffic of a copy. */
+#define STREAMED_BYTES ((size_t)4 << 20)
+
+static void copy_result(char *target, const char *source, size_t count, int is_streamed) {
+#if defined(__x86_64__)
+    if (is_streamed) {
+        size_t head = least((size_t)(-(uintptr_t)target & 15), count);
+        memcpy(target, source, head);
+        target += head, source += head, count -= head;
+        for (; count >= LINE; count -= LINE, target += LINE, source += LINE)
+            for (int part = 0; part < LINE; part += 16) _mm_stream_si128((__m128i *)(target + part), _mm_loadu_si128((const __m128i *)(source + part)));
+    }
+#else
+    (void)is_streamed;
+#endif
+    memcpy(target, source, count);
+}
+
 static int put_chunk(Members *all, int peer, Part *part) {
     if (part->sent == part->to_send) return 0;
     if (all->sent[peer] - number_of(peer_signal(all, all->rank, TAKEN, peer)) >= NUM_SLOTS) return 0;
@@ -155,7 +177,7 @@ static int take_chunk(Members *all, int peer, Part *part) {
     size_t whole, count = least(part->to_receive - part->received, all->slot_bytes);
     memcpy(&whole, place, sizeof whole);
     if (whole != part->to_receive) return -1;
-    memcpy(part->target + part->received, place + CHUNK_HEAD, count);
+    copy_result(part->target + part->received, place + CHUNK_HEAD, count, whole >= STREAMED_BYTES);
     part->received += count;
     publish(peer_signal(all, peer, TAKEN, all->rank), ++all->got[peer]);
     ring(own_signal(all, peer, DOORBELL));
@@ -170,10 +192,12 @@ static int put_board(Members *all, Part *own) {
     size_t count = least(own->to_send - own->sent, all->board_bytes);
     memcpy(place, &own->to_send, sizeof own->to_send);
     memcpy(place + CHUNK_HEAD, own->source + own->sent, count);
-    own->sent += count;
     publish(own_signal(all, all->rank, SHOWN), ++all->shown);
     for (int peer = 0; peer < all->size; peer++)
         if (peer != all->rank) ring(own_signal(all, peer, DOORBELL));
+    /* the own copy is made while the chunk is in the cache */
+    copy_result(own->target + own->sent, own->source + own->sent, count, own->to_send >= STREAMED_BYTES);
+    own->sent += count;
     return 1;
 }
 
@@ -183,7 +207,7 @@ static int take_board(Members *all, int peer, Part *part) {
     size_t whole, count = least(part->to_receive - part->received, all->board_bytes);
     memcpy(&whole, place, sizeof whole);
     if (whole != part->to_receive) return -1;
-    memcpy(part->target + part->received, place + CHUNK_HEAD, count);
+    copy_result(part->target + part->received, place + CHUNK_HEAD, count, whole >= STREAMED_BYTES);
     part->received += count;
     publish(peer_signal(all, peer, SEEN, all->rank), ++all->seen[peer]);
     ring(own_signal(all, peer, DOORBELL));
@@ -279,7 +303,7 @@ static int put_rows(Members *all, int peer, const Tree *tree, size_t *at) {
 }
 
 /* One stripe of all rows on a stack; after each the two last are added as often as `merges` says. */
-static void add_stripe(const float *const *rows, int num_rows, const int *merges, float *target, size_t count) {
+static void add_stripe(const float *const *rows, int num_rows, const int *merges, float *target, size_t count, int is_streamed) {
     float sums[MOST_HELD][STRIPE];
     const float *held[MOST_HELD];
     int depth = 0;
@@ -288,12 +312,12 @@ static void add_stripe(const float *const *rows, int num_rows, const int *merges
         for (int merge = 0; merge < merges[row]; merge++) {
             depth--;
             const float *left = held[depth - 1], *right = held[depth];
-            float *sum = row == num_rows - 1 && depth == 1 ? target : sums[depth - 1];
+            float *sum = row == num_rows - 1 && depth == 1 && !is_streamed ? target : sums[depth - 1];
             for (size_t i = 0; i < count; i++) sum[i] = left[i] + right[i];
             held[depth - 1] = sum;
         }
     }
-    if (held[0] != target) memcpy(target, held[0], count * sizeof(float));
+    if (held[0] != target) copy_result((char *)target, (const char *)held[0], count * sizeof(float), is_streamed);
 }
 
 /* 1 when a block was added, 0 while a member's is missing, -1 - member where one sends another number of bytes. */
@@ -316,7 +340,7 @@ static int add_block(Members *all, const Tree *tree, size_t at) {
     }
     for (size_t from = 0; from < count; from += STRIPE) {
         for (int row = 0; row < num_rows; row++) stripes[row] = rows[row] + from;
-        add_stripe(stripes, num_rows, tree->merges, tree->target + at + from, least(count - from, STRIPE));
+        add_stripe(stripes, num_rows, tree->merges, tree->target + at + from, least(count - from, STRIPE), width * sizeof(float) >= STREAMED_BYTES);
     }
     for (int peer = 0; peer < all->size; peer++) {
         if (peer == all->rank || !tree->rows[peer]) continue;
@@ -496,9 +520,7 @@ static PyObject *gather(PyObject *module, PyObject *args) {
     if (!all || read_numbers(targets, all->size, numbers[0]) || read_numbers(received, all->size, numbers[1])) return NULL;
     for (int i = 0; i < all->size; i++) parts[i] = (Part){NULL, (char *)(uintptr_t)numbers[0][i], 0, 0, (size_t)numbers[1][i], 0};
     Part *own = &parts[all->rank];
-    own->source = (const char *)(uintptr_t)source, own->to_send = own->to_receive;
-    memcpy(own->target, own->source, own->to_send);
-    own->received = own->to_receive;
+    own->source = (const char *)(uintptr_t)source, own->to_send = own->received = own->to_receive;
     return run(all, parts, 1, timeout_s);
 }
 
