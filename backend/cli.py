@@ -22,8 +22,9 @@ from ..core.plan.plan import AnyPlan, only_model
 from .checkpoint.resume import Resumption
 from .data.vocabulary import no_bytes
 from .dry_run import dry_run_report, dry_run_text
+from .group_transports import group_transports
 from .huggingface.config import check_load, check_save
-from .trainer import Trainer, TrainResult
+from .trainer import Trainer, TrainResult, usual_transport
 from .unsupported import unsupported
 
 if TYPE_CHECKING:
@@ -37,11 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     parser.add_argument(
         "--transport",
-        choices=("gloo", "shm", "memory", "nccl"),
-        default="gloo",
+        choices=("shm", "gloo", "memory", "nccl"),
         help=(
-            "gloo: processes on CPUs (default); shm: the same, through memory that the ranks of a host share; nccl: "
-            "one GPU per rank; memory: all ranks as threads of one process"
+            "shm: processes on CPUs, through memory that the ranks of a host share, and over gloo between hosts "
+            "(default, unless cluster.collective_library is gloo); gloo: the same over gloo alone; nccl: one GPU per "
+            "rank; memory: all ranks as threads of one process"
         ),
     )
     parser.add_argument(
@@ -100,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         for notice in tokens:
             say(f"without --dry-run this is refused: {notice}", sys.stderr)
-        emit(args, dry_run_text(plan), dry_run_report(plan))
+        ways = group_transports(plan, args.transport or usual_transport(plan), os.environ)
+        emit(args, dry_run_text(plan, ways), dry_run_report(plan, ways))
         return 0
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("train needs torch, which is not installed. Run `pip install 'shardproof[train]'`.")

@@ -8,8 +8,8 @@ pipeline rank: ZeRO, recomputation and activations are in it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ..core.plan.schedule_of import part_schedule
 from ..core.program import rank_elements
 from ..core.schedule.action import Action
 from ..core.schedule.schedule import Schedule
+from .group_transports import GroupTransport
 
 ACTIONS_SHOWN = 6
 RANGES_SHOWN = 4
@@ -65,20 +66,20 @@ class RankGroup:
         return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
-def dry_run_text(plan: AnyPlan) -> str:
-    """What the ranks would hold and do, a line for each group."""
+def dry_run_text(plan: AnyPlan, transports: Sequence[GroupTransport]) -> str:
+    """What the ranks would hold and do, a line for each group of equal ones, and how they would talk."""
     lines = [_run_text(part) for part in plan.parts]
-    return "\n".join([*lines, *(_group_text(group) for group in rank_groups(plan))])
+    return "\n".join([*lines, *(_group_text(group) for group in rank_groups(plan)), *map(str, transports)])
 
 
-def dry_run_report(plan: AnyPlan) -> dict[str, Any]:
-    """The JSON form: `world_size`, `schedule`, `groups` and `ranks`.
+def dry_run_report(plan: AnyPlan, transports: Sequence[GroupTransport]) -> dict[str, Any]:
+    """The JSON form: `world_size`, `schedule`, `groups`, `transports` and `ranks`.
 
-    `groups` is a list of equal ranks: `ranks` (list of [first, last]), `num_ranks`, `pp`, `stages`,
-    `num_parameters`, `peak_memory_bytes`, `peak_memory_action` and `memory_bytes` of each rank, `samples` [lo, hi)
-    of all of them and `num_samples` of each, `num_actions`, `first_actions`. `ranks` has every rank with its own
-    coordinates and samples, in a world of up to `MOST_RANKS_LISTED` ranks; in a larger one it is empty. A plan of
-    modules names the `module` in both.
+    `groups` is a list of equal ranks: `ranks` (list of [first, last]), `num_ranks`, `pp`, `stages`, `num_parameters`,
+    `peak_memory_bytes`, `peak_memory_action` and `memory_bytes` of each rank, `samples` [lo, hi) of all of them and
+    `num_samples` of each, `num_actions`, `first_actions`. `ranks` has every rank with its own coordinates and samples,
+    in a world of up to `MOST_RANKS_LISTED` ranks; in a larger one it is empty. A plan of modules names the `module` in
+    all three. `transports` has for each kind of groups `axis`, `group_size`, `num_groups`, `transport` and `why`.
     """
     groups = list(rank_groups(plan))
     ranks = [rank for group in groups for rank in _single(plan, group)] if plan.world_size <= MOST_RANKS_LISTED else []
@@ -86,6 +87,7 @@ def dry_run_report(plan: AnyPlan) -> dict[str, Any]:
         "world_size": plan.world_size,
         "schedule": part_schedule(plan, plan.parts[0], plan.parts[0].num_microbatches).name,
         "groups": [_group_report(group) for group in groups],
+        "transports": [asdict(each) for each in transports],
         "ranks": sorted(ranks, key=lambda rank: rank["global_rank"]),
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..core.base.errors import DivergedError, PlanError, RankFailure, ShardproofError
 from ..core.base.terminal import say
@@ -24,6 +24,7 @@ from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, torchrun_transport, under_torchrun
 from .memory_check import check_memory
 from .unsupported import unsupported
+from .watch.rank_messages import TransportName
 
 if TYPE_CHECKING:
     from .base.observe import Observer
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from .model.block import BlockFactory
     from .ranks.training_rank import TrainingRank
     from .transport.base import Group, Transport
-
-TransportName = Literal["gloo", "shm", "nccl", "memory"]
 
 NUM_VALIDATIONS = 4
 """Held-out losses after the one before the first step, evenly spread, the last one after the last step."""
@@ -124,22 +123,22 @@ class Trainer:
 
     `model` replaces our transformer blocks by the user's own, `model(context, layer_index) -> nn.Module`, built from
     our layers; `on_step` hears of every step on global rank 0. Both are functions of a module, because ranks are other
-    processes. Started by torchrun, this process is one of the ranks; otherwise `fit` starts them all on this machine,
-    over `transport`. `live_memory` counts every tensor storage in the last step (which takes longer for it), so that
-    the timeline's memory is all that was held. `save_huggingface` is a new or empty folder, seen by all ranks, for the
-    trained weights and their `config.json`. `resume` goes on from the newest checkpoint in the plan's
-    `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from the start. `resumption`
-    says which it is. `observer(global_rank)`, a function of a module too, makes who sees the numbers of a rank. Raises
-    `PlanError` at once for a plan that the backend does not run, whose model is not one of bytes, that loads or saves
-    what Hugging Face files do not hold, or that does not go on from what its `checkpoint.folder` holds.
-    """
+    processes. Started by torchrun, this process is one of the ranks; otherwise `fit` starts them all on this machine.
+    They talk over `transport`, or else as `usual_transport` says. `live_memory` counts every tensor storage in the last
+    step (which takes longer for it), so that the timeline's memory is all that was held. `save_huggingface` is a new or
+    empty folder, seen by all ranks, for the trained weights and their `config.json`. `resume` goes on from the newest
+    checkpoint in the plan's `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from
+    the start. `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the
+    numbers of a rank. Raises `PlanError` at once for a plan that the backend does not run, whose model is not one of
+    bytes, that loads or saves what Hugging Face files do not hold, or that does not go on from what its
+    `checkpoint.folder` holds."""
 
     def __init__(
         self,
         plan: AnyPlan,
         model: BlockFactory | None = None,
         *,
-        transport: TransportName = "gloo",
+        transport: TransportName | None = None,
         on_step: Callable[[StepResult], None] | None = None,
         live_memory: bool = False,
         save_huggingface: str | None = None,
@@ -154,7 +153,7 @@ class Trainer:
         if save_huggingface is not None:
             check_save(only_model(plan, "save_huggingface"), save_huggingface)
         self.plan = plan
-        self.transport = transport
+        self.transport = transport or usual_transport(plan)
         path = None if self.resumption is None else str(self.resumption.saved.path)
         self._job = TrainJob(
             plan, model, on_step, observer, live_memory=live_memory, save_huggingface=save_huggingface, resume=path
@@ -190,7 +189,7 @@ class Trainer:
         """This process is one of the ranks; torchrun sees to the others."""
         if self.transport == "memory":
             raise PlanError(
-                "transport 'memory' keeps all ranks in one process, but torchrun started several. Use gloo, shm or "
+                "transport 'memory' keeps all ranks in one process, but torchrun started several. Use shm, gloo or "
                 "nccl."
             )
         from .transport.base import TransportError
@@ -236,7 +235,7 @@ def _check_devices(needed: int) -> None:
 
     if (found := torch.cuda.device_count()) < needed:
         raise PlanError(
-            f"nccl needs a CUDA device per rank, {needed} here, and torch finds {found}. Use gloo, or fewer ranks."
+            f"nccl needs a CUDA device per rank, {needed} here, and torch finds {found}. Use shm, or fewer ranks."
         )
 
 
@@ -259,6 +258,12 @@ def validation_points(steps: int) -> tuple[int, ...]:
     ((0, 5, 10, 15, 20), (0, 1, 2))
     """
     return tuple(sorted({-(-steps * i // NUM_VALIDATIONS) for i in range(NUM_VALIDATIONS + 1)}))
+
+
+def usual_transport(plan: AnyPlan) -> TransportName:
+    """Processes that share memory where they are on one host, unless the plan's `cluster.collective_library` says
+    gloo."""
+    return "gloo" if plan.parts[0].cluster.collective_library == "gloo" else "shm"
 
 
 def train_rank(transport: Transport, job: TrainJob) -> RankResult:

@@ -257,7 +257,7 @@ def _sent_differently(
 
 def record(plan: Plan) -> list[Recorded]:
     """A plan's step on real processes."""
-    with Workers(plan.layout.world_size, "gloo", timeout_s=120) as workers:
+    with Workers(plan.layout.world_size, "shm", timeout_s=120) as workers:
         return workers.run(record_rank, plan)
 
 

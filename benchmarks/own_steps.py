@@ -83,7 +83,7 @@ class Run:
 
 def run_steps(*plans: Plan) -> list[Run]:
     """Steps of plans of equally many ranks, by turns in the same fresh processes."""
-    with Workers(plans[0].layout.world_size, "gloo", timeout_s=300) as workers:
+    with Workers(plans[0].layout.world_size, "shm", timeout_s=300) as workers:
         ranks = workers.run(time_rank, plans)
     runs = []
     for plan, of_plan in zip(plans, zip(*ranks, strict=True), strict=True):

@@ -135,7 +135,7 @@ class Metered:
 
 def measure(job: Job) -> dict[bool, Way]:
     """Both ways by whether parts took turns."""
-    by_rank = run_ranks(measure_rank, job, world_size=job.plan.layout.world_size, transport="gloo")
+    by_rank = run_ranks(measure_rank, job, world_size=job.plan.layout.world_size, transport="shm")
     ways = {}
     for turns in (False, True):
         rounds = [[rank[turns][i] for rank in by_rank] for i in range(job.rounds)]

@@ -192,7 +192,7 @@ class Row:
 def measure(case: Case, rounds: int) -> Row:
     """A case on real processes. Raises `AssertionError` when the peer does not train as ours does."""
     plan = case.plan
-    with tempfile.TemporaryDirectory() as folder, Workers(plan.layout.world_size, "gloo", timeout_s=600) as workers:
+    with tempfile.TemporaryDirectory() as folder, Workers(plan.layout.world_size, "shm", timeout_s=600) as workers:
         return row_of(case, workers.run(measure_rank, (case, rounds, folder)))
 
 

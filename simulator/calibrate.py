@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, geometric_mean, median
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ..core.base.errors import PlanError
 from ..core.base.files import write_text
@@ -52,9 +52,17 @@ class Row(Protocol):
     spread: float
 
 
-def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: float, when: str) -> ClusterSpec:
-    """The host that gave these measurements, as a cluster of ranks that share its cores. Raises `PlanError`
-    where a kind is missing."""
+def calibrated(
+    rows: Sequence[Row],
+    *,
+    name: str,
+    num_cores: int,
+    memory_bytes: float,
+    when: str,
+    transport: Literal["shm", "gloo"] = "shm",
+) -> ClusterSpec:
+    """The host that gave these measurements, over `transport`, as a cluster of ranks that share its cores. Raises
+    `PlanError` where a kind is missing."""
     if missing := {"product", "kernel", "step", "collective", "message"} - {row.kind for row in rows}:
         raise PlanError(
             f"the measurements hold no {' and no '.join(sorted(missing))}. Measure again without leaving anything out."
@@ -103,7 +111,7 @@ def calibrated(rows: Sequence[Row], *, name: str, num_cores: int, memory_bytes: 
         "network_latency_s": (latency_s, "as inside the node: there is only one"),
         "link_efficiency": (1.0, "the link rate is a measured one"),
         "network_efficiency": (1.0, "the link rate is a measured one"),
-        "collective_library": ("gloo", "the backend's transport between processes of one machine"),
+        "collective_library": (transport, "the transport that was measured"),
         "collective_launch_s": (0.0, "in the link latency"),
         "collective_curve": (transfers, measured),
     }
@@ -261,6 +269,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=0.5,
         help=("which of the rounds counts: 0.5 is the median, less on a busy machine"),
     )
+    parser.add_argument(
+        "--transport", choices=("shm", "gloo"), default="shm", help="how ranks talk, as for train (default: shm)"
+    )
     parser.add_argument("--name", default="this-host-measured", help="what the cluster is called")
     add_output(parser)
 
@@ -277,11 +288,22 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(f"--output {args.output}: there is no folder {Path(args.output).parent}. Make it first.")
     progress = service("measure_machine")
     rows = progress(
-        quick=args.quick, rounds=args.rounds, quantile=args.quantile, report=lambda text: say(text, sys.stderr)
+        quick=args.quick,
+        rounds=args.rounds,
+        quantile=args.quantile,
+        transport=args.transport,
+        report=lambda text: say(text, sys.stderr),
     )
     memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    cluster = calibrated(rows, name=args.name, num_cores=os.cpu_count() or 1, memory_bytes=memory_bytes, when=when)
+    cluster = calibrated(
+        rows,
+        name=args.name,
+        num_cores=os.cpu_count() or 1,
+        memory_bytes=memory_bytes,
+        when=when,
+        transport=args.transport,
+    )
     written = args.output if args.output is not None and args.output.endswith(".toml") else None
     if written is not None:
         write_text(written, cluster_toml(cluster))

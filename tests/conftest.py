@@ -65,11 +65,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkersOf]:
-    """`workers(world_size, transport="gloo")`: ranks that stay between tests. A pool that a failed
+    """`workers(world_size, transport="shm")`: ranks that stay between tests. A pool that a failed
     job closed is replaced."""
     pools: dict[tuple[int, str], Workers] = {}
 
-    def workers_of(world_size: int, transport: str = "gloo") -> Workers:
+    def workers_of(world_size: int, transport: str = "shm") -> Workers:
         key = (world_size, transport)
         if key not in pools or pools[key].closed:
             pools[key] = Workers(world_size, transport, timeout_s=600)  # type: ignore[arg-type]

@@ -57,10 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     dynamic.add_argument(
         "--transport",
-        choices=("gloo", "shm", "memory", "nccl"),
+        choices=("shm", "gloo", "memory", "nccl"),
         help=(
-            "ranks are processes (gloo, or shm: through shared memory), or threads of one (memory), of which 64 run "
-            "as they are (default: gloo; of 9 to 64 ranks memory)"
+            "ranks are processes (shm: through shared memory; gloo), or threads of one (memory), of which 64 run "
+            "as they are (default: as in train; of 9 to 64 ranks memory)"
         ),
     )
     dynamic.add_argument(

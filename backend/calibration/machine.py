@@ -51,7 +51,7 @@ def measure_machine(
     groups: Sequence[int] = (2, 4, 8),
     rounds: int | None = None,
     quantile: float = 0.5,
-    transport: Literal["gloo", "nccl"] = "gloo",
+    transport: Literal["shm", "gloo", "nccl"] = "shm",
     report: Callable[[str], None] = lambda _: None,
 ) -> list[Measurement]:
     """Everything measured: one rank for products, kernels and steps, as many ranks as cores for what they lose to each
@@ -63,7 +63,7 @@ def measure_machine(
     found: list[Measurement] = []
     cores = os.cpu_count() or 1
     jobs: list[tuple[int, Literal["compute", "sharing", "transfers"]]] = [(1, "compute")]
-    jobs += [(cores, "sharing")] if cores > 1 and transport == "gloo" else []
+    jobs += [(cores, "sharing")] if cores > 1 and transport != "nccl" else []
     for size, part in (*jobs, *((size, "transfers") for size in ((2,) if quick else groups))):
         report(f"{_PARTS[part]} on {size} rank{'s' * (size > 1)}")
         with Workers(size, transport) as workers:

@@ -41,7 +41,7 @@ class Kernel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the compiler is told."""
+        """Of a compilation."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": not self.exact}
 
 

@@ -42,8 +42,10 @@ from ..watch.rank_messages import (
     RANK_VARIABLE,
     Failure,
     Job,
-    TransportName,
     Whereabouts,
+)
+from ..watch.rank_messages import (
+    TransportName as TransportName,  # of those that may not use the watch
 )
 from ..watch.watch import Board
 
@@ -65,16 +67,16 @@ def run_ranks(
     payload: Any = None,
     *,
     world_size: int,
-    transport: TransportName = "gloo",
+    transport: TransportName = "shm",
     timeout_s: float | None = None,
     stall_s: float | None = None,
 ) -> list[Any]:
     """What `job(transport, payload)` returned on each rank, in rank order.
 
-    `job` is a function of a module, and results can be pickled. `transport` chooses processes over gloo or NCCL
-    (rank n on GPU n), or threads of one child process (`memory`). Raises `RankFailure` when a rank raises, dies, or
-    is not done within `timeout_s`, and when no rank has come further in its row of a schedule for `stall_s`: the
-    failure then says what each waits for.
+    `job` is a function of a module, and results can be pickled. `transport` chooses processes that share memory (shm),
+    or talk over gloo or NCCL (rank n on GPU n), or threads of one child process (`memory`). Raises `RankFailure` when a
+    rank raises, dies, or is not done within `timeout_s`, and when no rank has come further in its row of a schedule for
+    `stall_s`: the failure then says what each waits for.
     """
     with Workers(world_size, transport) as workers:
         return workers.run(job, payload, timeout_s=timeout_s, stall_s=stall_s)
@@ -115,7 +117,7 @@ class Workers:
     `timeout_s` is the default for each `run`; None waits for ever (ranks that end are noticed at once either way).
     """
 
-    def __init__(self, world_size: int, transport: TransportName = "gloo", *, timeout_s: float | None = None):
+    def __init__(self, world_size: int, transport: TransportName = "shm", *, timeout_s: float | None = None):
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1.")
         if transport not in (known := get_args(TransportName)):

@@ -29,7 +29,7 @@ def under_torchrun() -> bool:
 
 
 def torchrun_transport(
-    device: str | None = None, backend: Literal["gloo", "shm", "nccl"] = "gloo", timeout_s: float | None = None
+    device: str | None = None, backend: Literal["shm", "gloo", "nccl"] = "shm", timeout_s: float | None = None
 ) -> Transport:
     """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless
     `device` says otherwise.

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-TransportName = Literal["gloo", "shm", "nccl", "memory"]
+TransportName = Literal["shm", "gloo", "nccl", "memory"]
+"""shm: processes, through memory that the ranks of a host share and over gloo between hosts. gloo: processes over gloo
+alone. nccl: one GPU per rank. memory: threads of one process."""
 
 RANK_ENDED = struct.Struct("<ii")
 """What the server of ranks reports on a pool's lifeline: the rank's number there, and its exit code (minus the

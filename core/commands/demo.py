@@ -112,7 +112,7 @@ def prove_tiny(demo: Demo) -> bool:
     plan = demo.plan("proof")
     steps = 1 if demo.quick else plan.train.steps
     demo.heading(
-        f"Prove {plan.layout.degrees} right: {plan.layout.world_size} gloo processes against one device, bit for bit"
+        f"Prove {plan.layout.degrees} right: {plan.layout.world_size} processes against one device, bit for bit"
     )
     proof = service("prove")(plan, steps=steps)
     demo.report["proof"] = proof.report
@@ -137,9 +137,7 @@ def train_bytes(demo: Demo) -> tuple[Plan, Timeline, bool]:
     steps = plan.train.steps
     tokens = plan.batch.global_size * plan.batch.sequence * steps
     size, ranks = format_count(count_parameters(plan.model)), plan.layout.world_size
-    demo.heading(
-        f"Train a byte-level language model of {size} parameters: {ranks} gloo processes, {plan.layout.degrees}"
-    )
+    demo.heading(f"Train a byte-level language model of {size} parameters: {ranks} processes, {plan.layout.degrees}")
     demo.say(
         f"{format_count(tokens)} bytes of the Python standard library's own text, {steps} steps of {plan.schedule.name}"
     )

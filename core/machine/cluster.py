@@ -241,8 +241,11 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
     leaf_latency_s: float = option(
         "what crossing leaf switches adds to the latency", default=0.0, minimum=0, read_by="simulator.network.network"
     )
-    collective_library: Literal["nccl", "gloo"] = option(
-        "who moves the bytes", default="nccl", read_by="simulator.network.network"
+    collective_library: Literal["nccl", "gloo", "shm"] = option(
+        "who moves the bytes: NCCL between GPUs, gloo between processes, or memory that the ranks of a host share",
+        default="nccl",
+        more="`train` on CPUs takes `shm` unless this says `gloo`; between hosts it is gloo in both.",
+        read_by="simulator.network.network",
     )
     collective_launch_s: float = option(
         "launch and tail of the smallest collective", default=6.6e-6, minimum=0, read_by="simulator.network.network"

@@ -106,7 +106,7 @@ class Draft:
         """The cluster of a preset, a cluster file or the fields themselves; fields override and say so in `sources`."""
         self._merge_cluster_file()
         fields = dict(self.valid["cluster"])
-        preset = fields.pop("preset", None if fields.keys() - {"num_devices", "sources"} else DEFAULT_CLUSTER)
+        preset = fields.pop("preset", None if fields.keys() - _OF_ANY_DEVICE else DEFAULT_CLUSTER)
         if self.bad & {"cluster.num_devices", "cluster.file"} or ("num_devices" not in fields and layout is None):
             return None
         num_devices = fields.pop("num_devices", layout.world_size if layout is not None else 0)
@@ -281,6 +281,9 @@ class Draft:
 
 
 _COMPOSED = ("model", "cluster", "layout")
+
+_OF_ANY_DEVICE = {"num_devices", "sources", "collective_library"}
+"""Keys of [cluster] that go with the default as well."""
 
 _SAYS_NO_DEVICE = {"name", "num_devices", "sources", "file"}
 """Keys of [cluster] that leave what a device is to the default."""

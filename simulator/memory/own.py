@@ -26,8 +26,8 @@ NORM_BEFORE = ("attention.qkv", "mlp.up")
 that and its output's gradient."""
 
 EXACT_REDUCE = 4
-"""The same of exact numerics (`backend.numerics.tree.sum_over`): flat and by node; besides them cut and arrived, later
-gathered and the result."""
+"""The same of exact numerics over gloo (`Group.tree_all_reduce`): flat and by node; besides them cut and arrived, later
+gathered and the result. Through shared memory what arrives is added up where it lies."""
 
 
 def own_nodes(nodes: Sequence[Node], tensors: LayerTensors) -> tuple[Node, ...]:
@@ -60,6 +60,8 @@ def own_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
     if plan.layout.zero:
         return sharded_reduce_bytes(plan, stage, gradients_bytes)
     if plan.numerics.mode == "exact":
+        if plan.cluster.collective_library == "shm":
+            return gradients_bytes + _exchanged_bytes(plan, stage, gradients_bytes)
         return gradients_bytes * EXACT_REDUCE
     if plan.precision.gradient_dtype != "bf16":  # flat, where they are added up
         return gradients_bytes + _exchanged_bytes(plan, stage, round(gradients_bytes * _largest_bucket(plan, stage)))
@@ -68,10 +70,12 @@ def own_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:
 
 
 def _exchanged_bytes(plan: Plan, stage: int, flat_bytes: int) -> int:
-    """What a sum over CPUs of so few bytes holds besides them (`ProcessGroup._exchanged_all_reduce` of the backend): of
+    """What a sum over CPUs holds besides so many bytes. Of few over gloo (`exchanged_all_reduce` of the backend): of
     two members all is sent to both and arrives from both; of more a part padded to equal lengths, its sum, and all
     parts twice while they are put together."""
     copies = plan.num_copies(stage)
+    if plan.cluster.collective_library == "shm":  # the sum; of more members than two also the own part of it
+        return flat_bytes if copies == 2 else flat_bytes + flat_bytes // copies
     if plan.cluster.collective_library != "gloo" or flat_bytes > EXCHANGED_BYTES:
         return 0
     return 4 * flat_bytes if copies == 2 else 3 * flat_bytes + flat_bytes // copies

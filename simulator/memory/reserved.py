@@ -33,14 +33,14 @@ EXCHANGE_CHANNELS, MOST_PEERS = 32, 7
 than NCCL are not modelled."""
 
 HOST_PROCESS_BYTES = 150_000_000
-"""Interpreter, torch and gloo of a rank on a CPU. Measured: private memory of a process with a group and one product
-(torch 2.13, Linux, /proc/self/smaps_rollup), 2026-11-23: 147 MB."""
+"""Interpreter, torch and communicators of a rank on a CPU. Measured: private memory of a process with a group and one
+product (torch 2.13, Linux, /proc/self/smaps_rollup), 2026-11-23: 147 MB."""
 
 
 def reserved_bytes(plan: Plan) -> int:
     """Bytes of a device that a rank of the plan takes besides its tensors. Modelled: a context with three rings, a ring
     for every further axis that is cut, and what ranks that exchange tokens of experts hold for each other."""
-    if plan.cluster.collective_library == "gloo":
+    if plan.cluster.collective_library != "nccl":
         return HOST_PROCESS_BYTES
     per_connection = RECEIVER_BYTES + SENDER_BYTES
     rings = RING_CHANNELS * max(0, num_communicators(plan) - RINGS_WITHIN)

@@ -1,10 +1,10 @@
 """Communication seconds: where a group really lies, and what the library does there.
 
-Which links a group uses follows from its global ranks, hence from the layout's rank order. On devices the
-collectives are NCCL's (`nccl`: ring, tree, NVLink SHARP, network SHARP, all-to-all, by size and protocol); on a CPU
-host they are gloo's, one ring or one exchange with hops and bytes. All groups like this one are at work at once, so
-members share their node's network evenly; `topology` has the routes and links of single messages, on which the
-engine lets transfers contend.
+Which links a group uses follows from its global ranks, hence from the layout's rank order. On devices the collectives
+are NCCL's (`nccl`: ring, tree, NVLink SHARP, network SHARP, all-to-all, by size and protocol); on a CPU host they go
+through shared memory, or are gloo's: one ring or one exchange with hops and bytes. All groups like this one are at work
+at once, so members share their node's network evenly; `topology` has the routes and links of single messages, on which
+the engine lets transfers contend.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _lines(cluster: ClusterSpec, spread: Spread, operation: Collective) -> tuple
         op, size, whole = operation.op, max(2, operation.group_size), cluster
         cluster = degraded(whole, spread.shares)
         measured = measured_line(cluster, op, size) if spread.num_nodes == 1 else None
-        library = nccl_lines if cluster.collective_library == "nccl" else _gloo_lines
+        library = _LIBRARIES[cluster.collective_library]
         lines = (measured,) if measured else tuple(library(cluster, spread, op, size))
         found = whole.memo[key] = (size / (size - 1) / (2 if op == "all_reduce" else 1), lines)
     return found
@@ -140,7 +140,23 @@ def _gloo_lines(cluster: ClusterSpec, spread: Spread, op: str, size: int) -> Ite
     yield Line("exchange" if op == "all_to_all" else "ring", "host", launch_s + latency_s, per_sent * sent_per_payload)
 
 
+def _shared_memory_lines(cluster: ClusterSpec, spread: Spread, op: str, size: int) -> Iterator[Line]:
+    """One exchange through memory that all members map, or two: a sum over more than two members is made in parts, and
+    the parts are gathered. A member reads what others have for it at the rate of a message. Ranks of several hosts use
+    gloo."""
+    if spread.num_nodes > 1:
+        yield from _gloo_lines(cluster, spread, op, size)
+        return
+    exchanges = 2 if op == "all_reduce" and size > 2 else 1
+    read_per_payload = (size - 1) / size * (2 if op == "all_reduce" else 1)
+    latency_s = cluster.collective_launch_s + exchanges * cluster.node_link_latency_s
+    yield Line("exchange", "host", latency_s, read_per_payload / link_bytes_per_s(cluster))
+
+
 def _hops(op: str, size: int) -> int:
     if op == "all_reduce":
         return min(2 * (size - 1), 2 * math.ceil(math.log2(size)))
     return 1 if op == "all_to_all" and size > 1 else size - 1
+
+
+_LIBRARIES = {"nccl": nccl_lines, "gloo": _gloo_lines, "shm": _shared_memory_lines}

@@ -58,7 +58,7 @@ def profile_of(plan: Plan) -> Profile:
         plan.layout.vpp,
         bool(model.hidden_dropout or model.attention_dropout),
         model.attention_dropout > 0,
-        plan.cluster.collective_library == "gloo",
+        plan.cluster.collective_library != "nccl",
     )
 
 

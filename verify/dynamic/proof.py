@@ -47,7 +47,7 @@ from ..run.reference import Reference, reference_words
 from ..run.references import References
 from ..schedule.facts import Facts
 from ..symbolic.static import StaticProof, prove_static
-from .twin import MAX_THREADS, MAX_WORLD_SIZE, provable, twin, usual_transport
+from .twin import MAX_THREADS, MAX_WORLD_SIZE, proof_transport, provable, twin
 
 if TYPE_CHECKING:
     from ...backend.model.block import BlockFactory
@@ -125,21 +125,20 @@ def prove(
     so and ranks are processes, and held to the derived bounds (`bounds`) and to having no common factor (`regression`);
     not in fp16, because bounds of rounding say nothing where numbers leave its range.
 
-    `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as
-    for `Trainer`. `transport` is gloo unless the plan has more ranks than a twin, and no more than run as threads:
-    then ranks are threads. `fault` is injected into the sharded run only. `facts` are more for the rules to check.
-    `scenario` is what ranks do besides training; `references` keep what one device computes for the next plan of the
-    same problem. Plans of more than `most_ranks` are shrunk to a twin; without, as many processes or threads run as
+    `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as for
+    `Trainer`. `transport` is what training takes unless the plan has more ranks than a twin, and no more than run as
+    threads: then ranks are threads. `fault` is injected into the sharded run only. `facts` are more for the rules to
+    check. `scenario` is what ranks do besides training; `references` keep what one device computes for the next plan of
+    the same problem. Plans of more than `most_ranks` are shrunk to a twin; without, as many processes or threads run as
     one host has time for. Raises `PlanError` for a fault that the run cannot have, and for a block that cannot be
-    trained; `RankFailure` when a rank dies, or when no rank comes further for `train.timeout_s`;
-    `MissingExtraError` without torch.
-    """
+    trained; `RankFailure` when a rank dies, or when no rank comes further for `train.timeout_s`; `MissingExtraError`
+    without torch."""
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("--dynamic runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.")
     static = prove_static(plan, facts)
     if not static.ok:
         return Proof(static.report, static.errors, (), static)
-    transport = usual_transport(plan) if transport is None else transport
+    transport = proof_transport(plan) if transport is None else transport
     most_ranks = most_ranks or (MAX_THREADS if transport == "memory" else MAX_WORLD_SIZE)
     if problems := [of_part(part, each) for part in plan.parts for each in unknown_ids(part)]:
         raise PlanError(problems)  # before a twin has another vocabulary

@@ -12,8 +12,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
+from ...backend.trainer import usual_transport
 from ...core.base.divisors import divisors
 from ...core.base.errors import PlanError
 from ...core.layout.layout import Layout
@@ -27,9 +28,10 @@ from ...core.plan.plan import AnyPlan, ModularPlan, Plan
 from ...core.plan.sections import Batch, Numerics
 from ...core.schedule import CATALOG
 from ...core.schedule.passes import MAX_ACTIVE_STAGES
+from ..run.proof_run import TransportName
 
 MAX_WORLD_SIZE = 8
-"""Ranks of a twin: gloo start-up and collectives grow steeply beyond it on a few cores."""
+"""Ranks of a twin: start-up and collectives of processes grow steeply beyond it on a few cores."""
 
 MAX_THREADS = 64
 """Ranks that run as they are where they are threads of one process: 64 take some 15 s on two cores."""
@@ -78,9 +80,10 @@ TOKEN_BLOCK = 8
 """A quarter of the twin's sequence, so that its token trees have more than one leaf."""
 
 
-def usual_transport(plan: AnyPlan) -> Literal["gloo", "memory"]:
-    """Processes, or threads where only these run all ranks of a plan as they are."""
-    return "memory" if isinstance(plan, Plan) and MAX_WORLD_SIZE < plan.layout.world_size <= MAX_THREADS else "gloo"
+def proof_transport(plan: AnyPlan) -> TransportName:
+    """What training takes, or threads where only these run all ranks of a plan as they are."""
+    is_of_threads = isinstance(plan, Plan) and MAX_WORLD_SIZE < plan.layout.world_size <= MAX_THREADS
+    return "memory" if is_of_threads else usual_transport(plan)
 
 
 def twin(plan: Plan, most_ranks: int = MAX_WORLD_SIZE) -> tuple[Plan, list[str]]:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ...backend.base.libraries import libraries_of
+from ...backend.launching.launch import TransportName as TransportName
 from ...backend.launching.launch import preload, run_ranks
 from ...backend.launching.launch import scratch_folder as scratch_folder  # of those that may not use the backend
 from ...core.base.errors import PlanError, RankFailure
@@ -58,7 +59,6 @@ EVALUATED_BEFORE = 1
 """The step, counted from 0, before which ranks evaluate held-out data: what the first has updated is read, and what is
 left behind is seen in the second. A third follows a step of training alone."""
 
-TransportName = Literal["gloo", "shm", "memory", "nccl"]
 Scenario = Callable[[Any, "ProofJob"], RankLedger]
 """What a rank does with its transport for a job."""
 

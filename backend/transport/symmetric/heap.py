@@ -17,6 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+try:
+    from . import _shared_memory as compiled
+except ImportError:  # no C compiler where the package was installed
+    compiled = None  # type: ignore[assignment]
+
 MEMORY_NAME = "shardproof-heap"
 """What the system calls the memory."""
 
@@ -99,6 +104,17 @@ class Neighbour:
     def close(self) -> None:
         """Looks at the process no more."""
         self._end()
+
+
+def why_not_here(num_members: int) -> str:
+    """Why a group of so many ranks of this host does not share memory; empty where it can."""
+    if compiled is None:
+        return "its package was installed without a C compiler"
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return "the system is not Linux"
+    if num_members > compiled.MOST_MEMBERS:
+        return f"{num_members} members are more than {compiled.MOST_MEMBERS}"
+    return ""
 
 
 @cache

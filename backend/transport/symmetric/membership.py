@@ -11,12 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base import TransportError
-from .heap import Mapped, Neighbour, Region, SharedMemoryHeap
-
-try:
-    from . import _shared_memory as compiled
-except ImportError:  # no C compiler where the package was installed
-    compiled = None  # type: ignore[assignment]
+from .heap import Mapped, Neighbour, Region, SharedMemoryHeap, compiled, why_not_here
 
 ENDS = (
     "",
@@ -92,14 +87,12 @@ class Meetings:
 
     def _allocated(self, size: int, slot_bytes: int, board_bytes: int) -> tuple[Region, Mapped] | str:
         """Own memory, or why there is none."""
-        if compiled is None:
-            return "its package was installed without a C compiler"
-        if size > compiled.MOST_MEMBERS:
-            return f"{size} members are more than {compiled.MOST_MEMBERS}"
+        if why := why_not_here(size):
+            return why
         try:
             self._heap = self._heap or SharedMemoryHeap()
             return self._heap.allocate(compiled.region_size(size, slot_bytes, board_bytes))
-        except (OSError, AttributeError) as error:  # other systems have no memfd_create
+        except OSError as error:
             return f"no shared memory: {error}"
 
     def _mapped(

@@ -78,7 +78,17 @@ def test_a_run_that_is_ended_while_it_saves_leaves_the_checkpoint_before_whole(s
 
 def test_ranks_of_torchrun_on_one_host_listen_on_loopback_and_one_of_them_reports_the_end(start):
     run = start(
-        "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardproof", *TRAIN, "--dp", "2"
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "shardproof",
+        *TRAIN,
+        "--dp",
+        "2",
+        "--transport",
+        "gloo",
     )
     run.wait_for("step 1/")
     found = processes_of(run.mark)
@@ -113,7 +123,7 @@ def listening_job(transport, payload):
     }
     retained, os.environ["GLOO_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"], interface
     try:
-        with torchrun_transport(timeout_s=30) as own:
+        with torchrun_transport(backend="gloo", timeout_s=30) as own:
             own.group("world", "dp", (0, 1)).barrier()
             return listens([os.getpid()])
     finally:

@@ -32,12 +32,13 @@ def plan_of(layout: Layout, schedule: str = "1F1B", *, mode: str = "fast", seque
     return product_plan(layout, model=model, samples=8, sequence=sequence, dtype="fp32", schedule=schedule, mode=mode)
 
 
-def test_with_copies_fast_numerics_hold_gradients_twice_while_they_are_reduced_and_exact_ones_five_times():
-    # more gradients than are exchanged between members
+def test_with_copies_gradients_are_held_so_many_times_while_they_are_reduced():
+    # more gradients than are exchanged between members over gloo
     large = replace(LLAMA, hidden_size=128, ffn_hidden_size=384, head_dim=16)
     weights = 4 * count_parameters(large)
-    for mode, times in (("fast", 2), ("exact", 5)):
+    for library, mode, times in (("gloo", "fast", 2), ("gloo", "exact", 5), ("shm", "fast", 3), ("shm", "exact", 3)):
         plan = plan_of(Layout(dp=2), mode=mode, model=large)
+        plan = replace(plan, cluster=replace(plan.cluster, collective_library=library))
         (memory,) = rank_memories(plan, lower(schedule_for(plan)))
         assert memory.peak_action == "0REDUCE_GRAD"
         # weights, two moments; no activation is kept any more
@@ -46,7 +47,7 @@ def test_with_copies_fast_numerics_hold_gradients_twice_while_they_are_reduced_a
 
 @pytest.mark.parametrize(("copies", "times"), [(2, 4), (3, 3 + 1 / 3), (4, 3 + 1 / 4)])
 def test_gradients_of_less_than_a_megabyte_are_exchanged_and_held_some_times_more(copies, times):
-    cluster = cluster_preset("this-host", copies)
+    cluster = replace(cluster_preset("this-host", copies), collective_library="gloo")
     plan = Plan(
         LLAMA, cluster, Layout(dp=copies), Batch(12, 1, 8), precision=Precision("fp32"), numerics=Numerics("fast")
     )

@@ -98,7 +98,7 @@ def test_fast_numerics_over_3_parts_train_as_on_one_device() -> None:
     assert many.grad_norms == pytest.approx(one.grad_norms, rel=2e-5)
 
 
-def test_over_gloo_a_large_plan_keeps_context_parallelism_in_its_twin() -> None:
+def test_a_large_plan_keeps_context_parallelism_in_its_twin() -> None:
     layout = Layout(cp=4, tp=2, dp=4)
     cluster = cluster_preset("dgx-h100", layout.world_size)
     plan = Plan(model_preset("llama2-7b"), cluster, layout, Batch(8, 1, 4096), precision=Precision("fp32"))
@@ -110,7 +110,7 @@ def test_over_gloo_a_large_plan_keeps_context_parallelism_in_its_twin() -> None:
     ) and small.leaf_sizes.gradient_token_block == 4
     assert "layout.cp 4 -> 2: to fit this host." in changes
     proof = prove(tiny(cp=2, samples=2), steps=1)
-    assert proof.ok and proof.report["transport"] == "gloo"
+    assert proof.ok and proof.report["transport"] == "shm"
 
 
 def test_a_dropped_reduction_is_found_on_the_rank_that_has_the_wrong_tokens() -> None:

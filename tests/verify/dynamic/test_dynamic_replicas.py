@@ -40,7 +40,7 @@ def test_no_bit_differs_from_one_device(name: str) -> None:
 
 
 def test_no_bit_of_dualpipe_differs_between_processes_over_gloo() -> None:
-    proof = prove(tiny(Layout(pp=2), "DualPipe", global_size=4), steps=1)
+    proof = prove(tiny(Layout(pp=2), "DualPipe", global_size=4), steps=1, transport="gloo")
     assert proof.ok and proof.report["transport"] == "gloo" and proof.report["bits_different"] == 0
 
 

@@ -17,7 +17,7 @@ from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import count_parameters
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Precision, Recompute, ScheduleChoice, Train
-from shardproof.verify.dynamic.twin import MAX_THREADS, MAX_WORLD_SIZE, twin, usual_transport
+from shardproof.verify.dynamic.twin import MAX_THREADS, MAX_WORLD_SIZE, proof_transport, twin
 
 
 def plan(model: str, layout: Layout, batch: Batch, schedule: str = "1F1B", **more: object) -> Plan:
@@ -151,7 +151,7 @@ def test_64_ranks_that_are_threads_stay_and_processes_do_not() -> None:
         "tiny-gpt", Layout(tp=4, pp=4, dp=4), Batch(16, 1, 32), numerics=Numerics("exact"), precision=Precision("fp32")
     )
     whole = replace(whole, model=replace(whole.model, num_layers=4))
-    assert usual_transport(whole) == "memory" and twin(whole, MAX_THREADS) == (whole, [])
+    assert proof_transport(whole) == "memory" and twin(whole, MAX_THREADS) == (whole, [])
     assert twin(whole)[0].layout.world_size == MAX_WORLD_SIZE
 
 
@@ -160,4 +160,4 @@ def test_a_model_that_is_too_large_shrinks_under_a_layout_that_stays() -> None:
     small, changes = twin(plan("llama3-70b", layout, Batch(6, 1, 4096)), MAX_THREADS)
     assert small.layout == replace(layout, stages="Ett|t|tL") and count_parameters(small.model) < 10**6
     assert small.model.num_kv_heads % 8 == 0 and not any("layout.dp" in change for change in changes)
-    assert usual_transport(gpt3()) == "gloo" and twin(gpt3(), MAX_THREADS)[0].layout.world_size == MAX_WORLD_SIZE
+    assert proof_transport(gpt3()) == "shm" and twin(gpt3(), MAX_THREADS)[0].layout.world_size == MAX_WORLD_SIZE
