@@ -18,7 +18,6 @@ from shardproof.core.base.files import write_text
 from shardproof.core.commands.cli import exit_code
 from shardproof.verify.doctor.catalog import CHECKS
 from shardproof.verify.doctor.checks import Check, Result, run_check
-from shardproof.verify.doctor.kernels import kernel_floors
 from shardproof.verify.doctor.machine import Machine, this_machine
 from shardproof.verify.doctor.report import Report
 
@@ -37,7 +36,7 @@ def repeated(
             found = run_check(check, machine)
             if check.name not in results or results[check.name].status != "failed":
                 results[check.name] = found
-            report = Report(str(machine), machine.versions, dict(results), kernel_floors(), asked_for_gpus=True)
+            report = Report(str(machine), machine.versions, dict(results), asked_for_gpus=True)
             write(report)
         rounds += 1
         longest_s = max((check.limit_s for check in checks if check.on_gpu and not check.needs(machine)), default=0.0)

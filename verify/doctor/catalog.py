@@ -57,6 +57,7 @@ CHECKS = (
     Check("step", "a tp2 step is that of one device", "training:step", needs=shared_memory),
     Check("files", "a file in this folder comes back", "training:files"),
     Check("triton", "Triton loads", "kernels:triton"),
+    Check("kernels", "kernels on the floors that are here", "kernels:floors", 120),
     Check("gpu-products", "products by cuBLAS repeat their bits", "gpus:products", 120, a_gpu, on_gpu=True),
     Check("gpu-barriers", "barriers of GPUs in shared memory", "gpus:barriers", 120, linked_gpus, (OVERLAP,), True),
     Check("gpu-capture", "capture and replay with peers", "gpus:capture", 120, linked_gpus, (OVERLAP,), True),

@@ -12,7 +12,6 @@ from ...core.commands.commands import Command
 from ...core.commands.options import add_output, check_output, emit
 from .catalog import CHECKS
 from .checks import Check, run_check
-from .kernels import kernel_floors
 from .machine import Machine, this_machine
 from .report import Report, read_report
 
@@ -74,7 +73,7 @@ def examine(
     for number, check in enumerate(checks, start=1):
         progress(f"{number}/{len(checks)} {check.name}: {check.what}")
         results[check.name] = run_check(check, machine)
-    return Report(str(machine), machine.versions, results, kernel_floors(), gpus)
+    return Report(str(machine), machine.versions, results, gpus)
 
 
 def _progress(line: str) -> None:

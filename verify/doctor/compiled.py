@@ -1,4 +1,4 @@
-"""Each compiled half beside what it must agree with: numpy, Python's fractions, a closed form."""
+"""Each compiled half and what it must agree with: numpy, Python's fractions, a closed form."""
 
 from __future__ import annotations
 

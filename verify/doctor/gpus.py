@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +75,18 @@ def seconds_on_gpu(call: Callable[[], object], times: int) -> float:
     return min(rounds)
 
 
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "a rank has torch's default process group"
+    return world
+
+
 def shared(place: Place, count: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
     """Symmetric memory of torch, zeroed, and the handle that all ranks have of it."""
     from torch.distributed import _symmetric_memory as symmetric
 
     values = symmetric.empty(count, dtype=dtype, device=place.device).zero_()
-    return values, symmetric.rendezvous(values, group=dist.group.WORLD)
+    return values, symmetric.rendezvous(values, group=_world())
 
 
 def products(machine: Machine) -> Result:
@@ -93,7 +100,7 @@ def products(machine: Machine) -> Result:
         first = left @ right
         if not all(torch.equal(first.view(torch.int16), (left @ right).view(torch.int16)) for _ in range(20)):
             return Result("failed", f"a product of {m}x{k} and {k}x{n} has other bits the second time")
-        rate = 2.0 * m * n * k / seconds_on_gpu(lambda left=left, right=right: left @ right, 20) / 1e12
+        rate = 2.0 * m * n * k / seconds_on_gpu(functools.partial(torch.matmul, left, right), 20) / 1e12
         rows.append((f"{m}x{n}x{k}", "bf16", round(rate, 1)))
         best = max(best, rate)
     table = Table("products by cuBLAS", ("m x n x k", "dtype", "TFLOP/s"), tuple(rows))
@@ -156,7 +163,7 @@ def capture(machine: Machine) -> Result:
 
 def _operators(place: Place, num_bytes: int) -> dict[str, Callable[[], object]]:
     values, handle = shared(place, num_bytes // 2, torch.bfloat16)
-    plain, group = torch.zeros_like(values), dist.group.WORLD.group_name
+    plain, group = torch.zeros_like(values), _world().group_name
     operators = torch.ops.symm_mem
     calls: dict[str, Callable[[], object]] = {}
     if place.apart:
@@ -178,7 +185,7 @@ def _all_reduces(place: Place) -> list[tuple[str, int, float]]:
 
 
 def all_reduces(machine: Machine) -> Result:
-    """Latency and bandwidth of all-reduces in bf16: NCCL's beside torch's own in symmetric memory."""
+    """Latency and bandwidth of all-reduces in bf16: NCCL's, and torch's own in symmetric memory."""
     of_ranks = Ranks(len(machine.gpus)).run(_all_reduces)
     rows, smallest = [], float("inf")
     for each in zip(*of_ranks, strict=True):

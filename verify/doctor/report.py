@@ -20,12 +20,11 @@ MOST_ENTRIES = 1000
 
 @dataclass(frozen=True)
 class Report:
-    """Results by check, on which machine and with which versions; `kernels` is kernel -> floor -> what holds."""
+    """Results by check, on which machine and with which versions."""
 
     device: str
     versions: Mapping[str, str]
     results: Mapping[str, Result]
-    kernels: Mapping[str, Mapping[str, str]]
     asked_for_gpus: bool = False
 
     @property
@@ -39,6 +38,15 @@ class Report:
         """Whether a check of GPUs has run."""
         return any(name.startswith("gpu-") and each.status != "skipped" for name, each in self.results.items())
 
+    @property
+    def kernels(self) -> dict[str, dict[str, str]]:
+        """Kernel -> floor -> what holds, from the table of the check of kernels."""
+        found: dict[str, dict[str, str]] = {}
+        for each in self.results["kernels"].tables if "kernels" in self.results else ():
+            for kernel, floor, what in each.rows:
+                found.setdefault(str(kernel), {})[str(floor)] = str(what)
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """The keys of `doctor --json`."""
         return {
@@ -48,7 +56,7 @@ class Report:
             "device": self.device,
             "versions": dict(self.versions),
             "checks": [{"name": name, **asdict(result)} for name, result in self.results.items()],
-            "kernels": {name: dict(floors) for name, floors in self.kernels.items()},
+            "kernels": self.kernels,
         }
 
     def text(self, width: int | None = None) -> str:
@@ -61,13 +69,6 @@ class Report:
                 *(tuple(f"{cell:,}" if isinstance(cell, float | int) else cell for cell in row) for row in each.rows),
             ]
             lines += ["", f"{each.title}:", *table(rows, width)]
-        if self.kernels:
-            floors = [
-                (name, ", ".join(f"{floor}: {what}" for floor, what in of.items())) for name, of in self.kernels.items()
-            ]
-            lines += ["", "kernels:", *table(floors, width)]
-        else:
-            lines += ["", "kernels: none in this build"]
         states = [result.status for result in self.results.values()]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("ok", "failed", "skipped") if state in states)
         return "\n".join([*lines, "", f"{counts}." if states else "no check was asked for."])
@@ -112,6 +113,8 @@ def _parsed(value: Any) -> Report:
         for each in _list(check["tables"]):
             _keys(each, {"title", "columns", "rows"}, "a table")
             _text(each["title"])
+            if check["name"] == "kernels" and len(_list(each["columns"])) != 3:
+                raise ValueError("the table of kernels has three columns")
             width = len([_text(column) for column in _list(each["columns"])])
             for row in _list(each["rows"]):
                 if len(_list(row)) != width or not all(isinstance(cell, str) or _is_number(cell) for cell in row):
@@ -123,10 +126,11 @@ def _parsed(value: Any) -> Report:
         if check["name"] in results:
             raise ValueError(f"{check['name']!r:.40} is there twice")
         results[check["name"]] = result_from(check)
-    kernels = {name: _texts(floors) for name, floors in _object(value["kernels"]).items()}
     if not isinstance(value["gpus"], bool):
         raise ValueError("gpus is neither true nor false")
-    report = Report(_text(value["device"]), _texts(value["versions"]), results, kernels, value["gpus"])
+    report = Report(_text(value["device"]), _texts(value["versions"]), results, value["gpus"])
+    if value["kernels"] != report.kernels:
+        raise ValueError("kernels are not those of the check of kernels")
     if value["ok"] is not report.ok:
         raise ValueError(f"its checks say ok is {str(report.ok).lower()}")
     return report

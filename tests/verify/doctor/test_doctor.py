@@ -15,7 +15,7 @@ import pytest
 
 from shardproof.core.base.errors import FileError, PlanError, UnknownNameError
 from shardproof.core.commands.cli import exit_code
-from shardproof.verify.doctor import cli, compiled, transports
+from shardproof.verify.doctor import cli, compiled, kernels, transports
 from shardproof.verify.doctor.catalog import CHECKS
 from shardproof.verify.doctor.checks import Check, Result, Table, run_check
 from shardproof.verify.doctor.machine import Machine, linked
@@ -140,14 +140,16 @@ def test_all_transports_of_real_ranks_agree() -> None:
 def a_report(status: Any = "ok", gpus: bool = False) -> Report:
     table = Table("two ranks", ("transport", "bytes"), (("shm", 4096), ("gloo", 0.5)))
     results = {"bits": Result(status, "as it is", 0, "bits"), "speed": Result("ok", "", 1.5, "us", (table,))}
-    return Report("CPU only", VERSIONS, results, {"all_gather": {"interpreted": "4 cases"}}, gpus)
+    floors = Table("kernels", ("kernel", "floor", "result"), (("all_gather", "interpreted", "ok"),))
+    results["kernels"] = Result("ok", "", 1, "kernels", (floors,))
+    return Report("CPU only", VERSIONS, results, gpus)
 
 
 def test_a_report_comes_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text(json.dumps(a_report().to_json()))
     assert read_report(str(path)) == a_report()
-    assert "  shm        4,096" in a_report().text() and "2 ok." in a_report().text()
+    assert "  shm        4,096" in a_report().text() and "3 ok." in a_report().text()
 
 
 def test_ok_is_no_failed_check_and_a_gpu_where_one_was_asked_for() -> None:
@@ -164,6 +166,7 @@ def test_ok_is_no_failed_check_and_a_gpu_where_one_was_asked_for() -> None:
         ({"checks": 3}, "3 is no list"),
         ({"device": None}, "None is no text"),
         ({"versions": {"torch": 2}}, "2 is no text"),
+        ({"kernels": {}}, "kernels are not those"),
         ({"gpus": 0}, "gpus is neither"),
     ],
 )
@@ -215,3 +218,12 @@ def test_names_of_checks_are_known() -> None:
         cli.asked(["bit"], False)
     with pytest.raises(PlanError, match="Add --gpus"):
         cli.asked(["gpu-step"], False)
+
+
+def test_a_kernel_that_falls_from_a_floor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.floors(CPU) == Result("skipped", "no kernels in this build")
+    found = {"all_gather": {"interpreted": "ok", "assembled": "4 spills"}}
+    monkeypatch.setattr(kernels, "kernel_floors", lambda: found)
+    result = kernels.floors(CPU)
+    assert (result.status, result.why) == ("failed", "all_gather: assembled: 4 spills")
+    assert Report("CPU only", VERSIONS, {"kernels": result}).to_json()["kernels"] == found
