@@ -21,6 +21,7 @@ QUESTIONS = {
     "draw": "show me: a Gantt chart in the terminal, as SVG or PNG",
     "train": "run it: real processes, here or under torchrun",
     "calibrate": "what does this machine take? measures products, kernels and collectives into a cluster file",
+    "doctor": "what runs on this machine? compiled parts, transports, bits, speeds; --gpus: its GPUs too",
     "presets": "which models, clusters and schedules are known by name?",
 }
 """Verb -> the question it answers, so that `--help` needs to import no verb."""
