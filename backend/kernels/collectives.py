@@ -1,0 +1,86 @@
+"""All-gather, reduce-scatter and all-reduce through symmetric memory, their sums in the canonical order.
+
+In all of them `table` and `pads` are addresses of uint64[WORLD] with the addresses of the peers' buffers and signal
+pads (`peers`, `meet`), `rank` is the caller's, and the input lies at the begin of every rank's own buffer. A kernel may
+be launched right after another one that uses the same buffer: when it ends, all peers have read what it shared.
+
+What an *earlier* kernel wrote into the buffer is ordered by the end of that kernel, as all of a device's memory is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .meet import meet_at_entry, meet_at_exit
+from .peers import buffer_of
+from .tree import tree_of_peers
+
+
+@triton.jit
+def all_gather(
+    table: tl.uint64, pads: tl.uint64, out, n: tl.int64, rank: tl.int32, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`out[r * n : (r + 1) * n]` is what rank r shares, n elements of the type of `out`."""
+    meet_at_entry(pads, rank, WORLD)
+    lane = tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    while first < n:
+        mask = lane < n - first
+        for peer in tl.static_range(WORLD):
+            values = tl.load(buffer_of(table, peer, out.dtype.element_ty) + first + lane, mask=mask)
+            tl.store(out + peer * n + first + lane, values, mask=mask)
+        first += tl.num_programs(0) * BLOCK
+    meet_at_exit(pads, rank, WORLD)
+
+
+@triton.jit
+def reduce_scatter(
+    table: tl.uint64,
+    pads: tl.uint64,
+    out,
+    n: tl.int64,
+    rank: tl.int32,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEAF: tl.constexpr,
+):
+    """`out[:n]` is the canonical sum over the ranks of elements `rank * n` to `(rank + 1) * n` of what each shares.
+
+    One leaf a rank, of type LEAF (bf16 or fp32), added in fp32, and rounded once where `out` is narrower.
+    """
+    meet_at_entry(pads, rank, WORLD)
+    lane = tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    while first < n:
+        mask = lane < n - first
+        total = tree_of_peers(table, rank * n + first + lane, mask, 0, WORLD, LEAF)
+        tl.store(out + first + lane, total.to(out.dtype.element_ty), mask=mask)
+        first += tl.num_programs(0) * BLOCK
+    meet_at_exit(pads, rank, WORLD)
+
+
+@triton.jit
+def all_reduce_one_shot(
+    table: tl.uint64,
+    pads: tl.uint64,
+    out,
+    n: tl.int64,
+    rank: tl.int32,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEAF: tl.constexpr,
+):
+    """`out[:n]` is the canonical sum over the ranks of the n elements that each shares: every rank adds all of it.
+
+    One leaf a rank, of type LEAF (bf16 or fp32), added in fp32, and rounded once where `out` is narrower.
+    """
+    meet_at_entry(pads, rank, WORLD)
+    lane = tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    while first < n:
+        mask = lane < n - first
+        total = tree_of_peers(table, first + lane, mask, 0, WORLD, LEAF)
+        tl.store(out + first + lane, total.to(out.dtype.element_ty), mask=mask)
+        first += tl.num_programs(0) * BLOCK
+    meet_at_exit(pads, rank, WORLD)
