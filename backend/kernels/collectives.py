@@ -1,10 +1,12 @@
 """All-gather, reduce-scatter and all-reduce through symmetric memory, their sums in the canonical order.
 
 In all of them `table` and `pads` are addresses of uint64[WORLD] with the addresses of the peers' buffers and signal
-pads (`peers`, `meet`), `rank` is the caller's, and the input lies at the begin of every rank's own buffer. A kernel may
-be launched right after another one that uses the same buffer: when it ends, all peers have read what it shared.
+pads (`peers`, `meet`), `rank` is the caller's, and what it shares lies at the begin of its own buffer. Sums take NODES
+and MERGES (`tree`): with one leaf a rank NODES is (1, ..., 1). LEAF is the type of what is added, bf16 or fp32; it is
+added in fp32 and rounded once where `out` is narrower.
 
-What an *earlier* kernel wrote into the buffer is ordered by the end of that kernel, as all of a device's memory is.
+A kernel may be launched right after another one that uses the same buffer: when it ends, all peers have read what it
+shared. What an *earlier* kernel wrote into the buffer is ordered by the end of that kernel, as all memory of a device.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import triton.language as tl
 
 from .meet import meet_at_entry, meet_at_exit
 from .peers import buffer_of
-from .tree import tree_of_peers
+from .tree import num_places, tree_of_peers
 
 
 @triton.jit
@@ -43,18 +45,18 @@ def reduce_scatter(
     rank: tl.int32,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
+    NODES: tl.constexpr,
+    MERGES: tl.constexpr,
     LEAF: tl.constexpr,
 ):
-    """`out[:n]` is the canonical sum over the ranks of elements `rank * n` to `(rank + 1) * n` of what each shares.
-
-    One leaf a rank, of type LEAF (bf16 or fp32), added in fp32, and rounded once where `out` is narrower.
-    """
+    """`out[:n]` is the canonical sum of elements `rank * n` to `(rank + 1) * n` of all nodes; a node has WORLD * n."""
     meet_at_entry(pads, rank, WORLD)
     lane = tl.arange(0, BLOCK)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     while first < n:
         mask = lane < n - first
-        total = tree_of_peers(table, rank * n + first + lane, mask, 0, WORLD, LEAF)
+        offset = rank * n + first + lane
+        total = tree_of_peers(table, WORLD * n, offset, mask, 0, num_places(NODES), NODES, MERGES, LEAF)
         tl.store(out + first + lane, total.to(out.dtype.element_ty), mask=mask)
         first += tl.num_programs(0) * BLOCK
     meet_at_exit(pads, rank, WORLD)
@@ -69,18 +71,17 @@ def all_reduce_one_shot(
     rank: tl.int32,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
+    NODES: tl.constexpr,
+    MERGES: tl.constexpr,
     LEAF: tl.constexpr,
 ):
-    """`out[:n]` is the canonical sum over the ranks of the n elements that each shares: every rank adds all of it.
-
-    One leaf a rank, of type LEAF (bf16 or fp32), added in fp32, and rounded once where `out` is narrower.
-    """
+    """`out[:n]` is the canonical sum of all nodes, of n elements each: every rank adds all of it."""
     meet_at_entry(pads, rank, WORLD)
     lane = tl.arange(0, BLOCK)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     while first < n:
         mask = lane < n - first
-        total = tree_of_peers(table, first + lane, mask, 0, WORLD, LEAF)
+        total = tree_of_peers(table, n, first + lane, mask, 0, num_places(NODES), NODES, MERGES, LEAF)
         tl.store(out + first + lane, total.to(out.dtype.element_ty), mask=mask)
         first += tl.num_programs(0) * BLOCK
     meet_at_exit(pads, rank, WORLD)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...backend.kernels import catalog
+from ...core.base.reduction import merges_of
 from .processes import Peer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -117,6 +118,13 @@ def triton_type(dtype: torch.dtype) -> object:
     return {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
+def one_leaf_each(case: Case) -> dict[str, object]:
+    """The constants of a sum to which every rank ships one leaf."""
+    leaves = [(rank, rank + 1) for rank in range(case.world_size)]
+    merges = merges_of(case.world_size, leaves)
+    return {"NODES": (1,) * case.world_size, "MERGES": merges, "LEAF": triton_type(DTYPES[case.dtype])}
+
+
 def gathered(peer: Peer, case: Case, call: int) -> tuple[Tensor, Tensor]:
     """All-gather: the parts of all ranks one after the other."""
     dtype = DTYPES[case.dtype]
@@ -130,7 +138,7 @@ def scattered(peer: Peer, case: Case, call: int) -> tuple[Tensor, Tensor]:
     dtype, rank = DTYPES[case.dtype], peer.memory.rank
     wholes = [numbers((call, other, case.n), case.world_size * case.n, dtype) for other in range(case.world_size)]
     share(peer, wholes[rank])
-    got = launch(peer, case, torch.full((case.n,), 7.0, dtype=dtype), LEAF=triton_type(dtype))
+    got = launch(peer, case, torch.full((case.n,), 7.0, dtype=dtype), **one_leaf_each(case))
     return got, canonical([whole[rank * case.n : (rank + 1) * case.n] for whole in wholes]).to(dtype)
 
 
@@ -139,7 +147,7 @@ def reduced(peer: Peer, case: Case, call: int) -> tuple[Tensor, Tensor]:
     dtype = DTYPES[case.dtype]
     wholes = [numbers((call, other, case.n), case.n, dtype) for other in range(case.world_size)]
     share(peer, wholes[peer.memory.rank])
-    got = launch(peer, case, torch.full((case.n,), 7.0, dtype=dtype), LEAF=triton_type(dtype))
+    got = launch(peer, case, torch.full((case.n,), 7.0, dtype=dtype), **one_leaf_each(case))
     return got, canonical(wholes).to(dtype)
 
 
