@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from .collectives import all_gather, all_reduce_one_shot, reduce_scatter
+from . import collectives, fused_norm, variable
 from .kernel import Floor, Kernel
 
 FLOORS: tuple[Floor, ...] = ("interpreted", "PTX executed", "assembled", "model-checked")
 
 KERNELS = (
-    Kernel("all_gather", all_gather, FLOORS, exact=True),
-    Kernel("reduce_scatter", reduce_scatter, FLOORS, exact=True),
-    Kernel("all_reduce_one_shot", all_reduce_one_shot, FLOORS, exact=True),
+    Kernel("all_gather", collectives.all_gather, FLOORS, exact=True),
+    Kernel("reduce_scatter", collectives.reduce_scatter, FLOORS, exact=True),
+    Kernel("all_reduce_one_shot", collectives.all_reduce_one_shot, FLOORS, exact=True),
+    Kernel("all_reduce_two_shot", collectives.all_reduce_two_shot, FLOORS, exact=True),
+    Kernel("gather_rows", variable.gather_rows, FLOORS, exact=True),
+    Kernel("reduce_scatter_rows", variable.reduce_scatter_rows, FLOORS, exact=True),
+    Kernel("add_norm_gather", fused_norm.add_norm_gather, FLOORS, exact=True),
 )
 
 

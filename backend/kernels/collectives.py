@@ -85,3 +85,44 @@ def all_reduce_one_shot(
         tl.store(out + first + lane, total.to(out.dtype.element_ty), mask=mask)
         first += tl.num_programs(0) * BLOCK
     meet_at_exit(pads, rank, WORLD)
+
+
+@triton.jit
+def all_reduce_two_shot(
+    table: tl.uint64,
+    pads: tl.uint64,
+    out,
+    n: tl.int64,
+    rank: tl.int32,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NODES: tl.constexpr,
+    MERGES: tl.constexpr,
+    LEAF: tl.constexpr,
+):
+    """`out[:n]` is the canonical sum of all nodes, of n elements each, rounded to LEAF: each rank adds a part of it and
+    takes the others' from them, so that less is read than by `all_reduce_one_shot` for n that is large.
+
+    Parts are multiples of 16 elements. A rank leaves its part where the first of its nodes was, which no peer reads as
+    such. A block gathers what the same block of its peers added.
+    """
+    meet_at_entry(pads, rank, WORLD)
+    part = (n + 16 * WORLD - 1) // (16 * WORLD) * 16
+    lane = tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    while (first < part) & (rank * part + first < n):
+        mask = (lane < part - first) & (lane < n - rank * part - first)
+        offset = rank * part + first + lane
+        total = tree_of_peers(table, n, offset, mask, 0, num_places(NODES), NODES, MERGES, LEAF)
+        tl.store(buffer_of(table, rank, LEAF) + offset, total.to(LEAF), mask=mask)
+        first += tl.num_programs(0) * BLOCK
+    meet_at_entry(pads, rank, WORLD)
+    for peer in tl.static_range(WORLD):
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        while (first < part) & (peer * part + first < n):
+            mask = (lane < part - first) & (lane < n - peer * part - first)
+            offset = peer * part + first + lane
+            values = tl.load(buffer_of(table, peer, LEAF) + offset, mask=mask)
+            tl.store(out + offset, values, mask=mask)
+            first += tl.num_programs(0) * BLOCK
+    meet_at_exit(pads, rank, WORLD)
