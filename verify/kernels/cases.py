@@ -1,0 +1,74 @@
+"""Cases of every kernel, for each floor that runs kernels on processes: interpreted, PTX executed, on a device.
+
+A case calls its kernel several times, one call right after the other without waiting for peers on the host. Every rank
+knows what all have shared, because numbers come from seeds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .processes import Peer
+from .stories import DTYPES, STORIES, Case
+
+PLAIN = ("all_gather", "reduce_scatter", "all_reduce_one_shot", "all_reduce_two_shot")
+SUMS = ("reduce_scatter", "all_reduce_one_shot", "all_reduce_two_shot", "reduce_scatter_rows", "add_norm_gather")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of a case: bits of its results that are wrong, values left in its pad."""
+
+    wrong_bits: int
+    signals_left: int
+
+    @property
+    def right(self) -> bool:
+        """No bit is wrong and no signal is left."""
+        return self == Outcome(0, 0)
+
+
+def run_case(peer: Peer, case: Case) -> Outcome:
+    """The job of a case, in a peer."""
+    wrong = 0
+    for call in range(case.calls):
+        if peer.memory.rank == case.slow_rank:
+            time.sleep(0.02)
+        wrong += STORIES[case.kernel](peer, case, call)
+    return Outcome(wrong, int(peer.ground.own_pad.count_nonzero()))
+
+
+def few_cases(kernel: str, world_size: int, *, block: int = 64, num_blocks: int = 2) -> tuple[Case, ...]:
+    """The cases that find most: a size with a remainder in more than one block, in both types, several nodes a rank,
+    a slow rank."""
+    n, width = _odd_size(kernel, block, num_blocks)
+    shape = {"n": n, "width": width, "block": block, "num_blocks": num_blocks}
+    found = [Case(kernel, world_size, dtype, **shape) for dtype in DTYPES]
+    if kernel in SUMS:
+        found.append(Case(kernel, world_size, "bf16", leaves=2 * world_size + 1, **shape))
+    return (*found, Case(kernel, world_size, "bf16", slow_rank=world_size - 1, calls=4, **shape))
+
+
+def _odd_size(kernel: str, block: int, num_blocks: int) -> tuple[int, int]:
+    if kernel in PLAIN:
+        return num_blocks * block + 3, 1
+    return 2 * num_blocks + 1, block + 5
+
+
+def all_cases(kernel: str, world_size: int, *, block: int = 64, num_blocks: int = 2) -> Iterator[Case]:
+    """Every size about the edges of blocks and of 16 bytes, in both types, with one leaf a rank and with more."""
+    edge = block * num_blocks
+    shapes = (
+        [(n, 1) for n in (1, 7, 8, 16, block - 1, block, block + 1, edge, edge + 8, 2 * edge + 3)]
+        if kernel in PLAIN
+        else [
+            (n, width) for n in (1, 2, 3, 2 * num_blocks + 1) for width in (1, 3, 16, block - 1, block, 2 * block + 8)
+        ]
+    )
+    for n, width in shapes:
+        for dtype in DTYPES:
+            for leaves in (0, 1, 2 * world_size + 1) if kernel in SUMS else (0,):
+                yield Case(kernel, world_size, dtype, n, width, leaves, block, num_blocks)
+    yield from few_cases(kernel, world_size, block=block, num_blocks=num_blocks)

@@ -1,0 +1,62 @@
+"""Numbers for cases of kernels, and what their results must be: written in torch, and not with our own sums."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.base.reduction import cut, maximal_nodes, merges_of
+
+
+def numbers(seed: tuple[int, ...], n: int, dtype: torch.dtype) -> Tensor:
+    """`n` numbers of very different size, so that a sum in another order has other bits."""
+    state = 0
+    for part in seed:
+        state = state * 1_000_003 + part + 1
+    generator = torch.Generator().manual_seed(state % (1 << 62))
+    scale = torch.exp2(torch.randint(-8, 8, (n,), generator=generator).float())
+    return (torch.randn(n, generator=generator) * scale).to(dtype)
+
+
+def canonical(leaves: list[Tensor]) -> Tensor:
+    """The canonical sum in fp32: a left part that is the largest power of two below the whole, then the rest."""
+    if len(leaves) == 1:
+        return leaves[0].float()
+    left = 1
+    while 2 * left < len(leaves):
+        left *= 2
+    return canonical(leaves[:left]) + canonical(leaves[left:])
+
+
+class Sum:
+    """A sum over `num_leaves` leaves, cut among `world_size` ranks as evenly as possible: what each rank ships."""
+
+    def __init__(self, num_leaves: int, world_size: int):
+        cuts = [cut(num_leaves, world_size, rank) for rank in range(world_size)]
+        self.nodes = [maximal_nodes(num_leaves, lo, hi) for lo, hi in cuts]
+        self.merges = merges_of(num_leaves, [node for nodes in self.nodes for node in nodes])
+
+    def shipped(self, leaves: list[Tensor], rank: int) -> Tensor:
+        """What `rank` puts into its buffer: its nodes one after the other, a single leaf as it is, others in fp32."""
+        parts = [canonical(leaves[lo:hi]) for lo, hi in self.nodes[rank]]
+        return torch.cat([torch.empty(0), *parts])
+
+
+def different_bits(got: Tensor, want: Tensor) -> int:
+    """How many bits two tensors of equal shape and type differ in."""
+    assert got.shape == want.shape and got.dtype == want.dtype
+    bits = torch.bitwise_xor(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+    return sum(int((bits >> place & 1).sum()) for place in range(8))
+
+
+def beyond(got: Tensor, want: Tensor) -> int:
+    """How many elements are further from `want` (fp64) than a rounding to their type and a few in fp32 can bring them:
+    one unit in the last place of bf16, 16 of fp32."""
+    bound = want.abs() * (2.0**-8 if got.dtype == torch.bfloat16 else 2.0**-20)
+    return int((~((got.double() - want).abs() <= bound)).sum())
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of `rows` in fp64."""
+    wide = rows.double()
+    return wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()

@@ -1,0 +1,204 @@
+"""One call of each kernel, and how many bits of its results are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ...backend.kernels import catalog
+from ...backend.kernels.variable import unit_of
+from .oracle import Sum, beyond, canonical, different_bits, numbers, rms_norm
+from .processes import Peer
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
+UNWRITTEN = 7.0
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """`calls` calls of a kernel on elements of `dtype` by `num_blocks` blocks of `block`.
+
+    `n` elements a rank, or rows (tokens) of `width` elements. Sums are over `leaves`, cut among the ranks; 0 says one a
+    rank. `slow_rank` comes later than the others.
+    """
+
+    kernel: str
+    world_size: int
+    dtype: str
+    n: int
+    width: int = 1
+    leaves: int = 0
+    block: int = 64
+    num_blocks: int = 2
+    calls: int = 2
+    slow_rank: int | None = None
+
+    def __str__(self) -> str:
+        size = f"{self.n}" if self.width == 1 else f"{self.n}x{self.width}"
+        leaves = f"-{self.leaves}leaves" if self.leaves else ""
+        slow = "" if self.slow_rank is None else f"-slow{self.slow_rank}"
+        blocks = f"{self.num_blocks}x{self.block}"
+        return f"{self.kernel}-w{self.world_size}-{self.dtype}-{size}{leaves}-by{blocks}{slow}"
+
+    @property
+    def type(self) -> torch.dtype:
+        """Of the elements."""
+        return DTYPES[self.dtype]
+
+    @property
+    def ranks(self) -> range:
+        """Of the group."""
+        return range(self.world_size)
+
+
+Story = Callable[[Peer, Case, int], int]
+"""One call of a case, numbered: how many bits of its results are wrong."""
+
+
+def run(peer: Peer, case: Case, arguments: Mapping[str, Any], **constants: Any) -> None:
+    """Launches the kernel of a case."""
+    memory = peer.memory
+    peer.ground.begin()
+    peer.launch(
+        catalog.kernel(case.kernel),
+        case.num_blocks,
+        {"table": memory.table, "pads": memory.pads, "rank": memory.rank, **arguments},
+        {"WORLD": case.world_size, "BLOCK": case.block, **constants},
+    )
+
+
+def share(peer: Peer, values: Tensor, at: int = 0) -> None:
+    """Writes `values` into this rank's buffer, from byte `at` on."""
+    flat = values.contiguous().view(-1)
+    peer.memory.own[at : at + flat.numel() * flat.element_size()].view(flat.dtype).copy_(flat)
+
+
+def unwritten(n: int, dtype: torch.dtype) -> Tensor:
+    """A result that no kernel has written yet."""
+    return torch.full((n,), UNWRITTEN, dtype=dtype)
+
+
+def share_leaves(peer: Peer, case: Case, call: int, n: int) -> tuple[Tensor, dict[str, Any]]:
+    """Shares this rank's nodes of a sum of `n` elements; the canonical sum of all leaves, and the sum's constants."""
+    num_leaves = case.leaves or case.world_size
+    leaves = [numbers((call, leaf, n), n, case.type) for leaf in range(num_leaves)]
+    tree = Sum(num_leaves, case.world_size)
+    shipped = tree.shipped(leaves, peer.memory.rank)
+    share(peer, shipped if case.leaves else shipped.to(case.type))
+    constants = {
+        "NODES": tuple(len(nodes) for nodes in tree.nodes),
+        "MERGES": tree.merges,
+        "LEAF": tl.float32 if case.leaves else TYPES[case.dtype],
+    }
+    return canonical(leaves), constants
+
+
+def all_gather(peer: Peer, case: Case, call: int) -> int:
+    """The parts of all ranks one after the other."""
+    parts = [numbers((call, rank, case.n), case.n, case.type) for rank in case.ranks]
+    share(peer, parts[peer.memory.rank])
+    out = unwritten(case.world_size * case.n, case.type)
+    run(peer, case, {"out": out, "n": case.n})
+    return different_bits(out, torch.cat(parts))
+
+
+def reduce_scatter(peer: Peer, case: Case, call: int) -> int:
+    """This rank's part of the canonical sum."""
+    total, constants = share_leaves(peer, case, call, case.world_size * case.n)
+    out = unwritten(case.n, case.type)
+    run(peer, case, {"out": out, "n": case.n}, **constants)
+    first = peer.memory.rank * case.n
+    return different_bits(out, total[first : first + case.n].to(case.type))
+
+
+def all_reduce(peer: Peer, case: Case, call: int) -> int:
+    """The canonical sum, whole."""
+    total, constants = share_leaves(peer, case, call, case.n)
+    out = unwritten(case.n, case.type)
+    run(peer, case, {"out": out, "n": case.n}, **constants)
+    return different_bits(out, total.to(case.type))
+
+
+def token_counts(case: Case, call: int) -> list[int]:
+    """How many of `case.n` tokens each rank has: all, some, or none."""
+    return [(case.n * (rank + call)) % 4 * case.n // 3 for rank in case.ranks]
+
+
+def gather_rows(peer: Peer, case: Case, call: int) -> int:
+    """Three tensors: hidden states of `width`, one fp32 probability a token, and three bytes."""
+    counts = token_counts(case, call)
+    widths, types = (case.width, 1, 3), (case.type, torch.float32, torch.uint8)
+    rows = [
+        [
+            (numbers((call, rank, part, case.n), count * width, torch.float32) * 16).to(dtype)
+            for rank, count in enumerate(counts)
+        ]
+        for part, (width, dtype) in enumerate(zip(widths, types, strict=True))
+    ]
+    outs = [torch.full((sum(counts) * width,), 7, dtype=dtype) for width, dtype in zip(widths, types, strict=True)]
+    table, begin = [], 0
+    for part, (out, width) in enumerate(zip(outs, widths, strict=True)):
+        table.append([begin, width * out.element_size(), out.data_ptr()])
+        share(peer, rows[part][peer.memory.rank], at=begin)
+        begin += -(-max(counts) * width * out.element_size() // 16) * 16
+    run(
+        peer,
+        case,
+        {"tensors": torch.tensor(table), "counts": torch.tensor(counts, dtype=torch.int32)},
+        UNITS_OF=tuple(unit_of(row_bytes) for _, row_bytes, _ in table),
+    )
+    return sum(different_bits(out, torch.cat(parts)) for out, parts in zip(outs, rows, strict=True))
+
+
+def reduce_scatter_rows(peer: Peer, case: Case, call: int) -> int:
+    """The canonical sum of this rank's tokens."""
+    counts, rank = token_counts(case, call), peer.memory.rank
+    total, constants = share_leaves(peer, case, call, sum(counts) * case.width)
+    out = unwritten(counts[rank] * case.width, case.type)
+    run(
+        peer,
+        case,
+        {"out": out, "counts": torch.tensor(counts, dtype=torch.int32), "width": case.width},
+        **constants,
+    )
+    first = sum(counts[:rank]) * case.width
+    return different_bits(out, total[first : first + out.numel()].to(case.type))
+
+
+def add_norm_gather(peer: Peer, case: Case, call: int) -> int:
+    """The new residual to the bit; the norm of all tokens against fp64, and equal on all ranks is what gathers do."""
+    tokens, hidden = case.n, case.width
+    total, constants = share_leaves(peer, case, call, tokens * hidden)
+    residual = numbers((call, 99, tokens), tokens * hidden, case.type)
+    weight = numbers((98, hidden), hidden, case.type)
+    leaf = torch.float32 if case.leaves else case.type
+    new = (total.to(leaf).float() + residual.float()).to(case.type).view(tokens, hidden)
+    rows = -(-tokens // case.world_size)
+    own = slice(min(tokens, peer.memory.rank * rows), min(tokens, (peer.memory.rank + 1) * rows))
+    shard = residual.view(tokens, hidden)[own].clone()
+    out = unwritten(tokens * hidden, case.type)
+    run(
+        peer,
+        case,
+        {"residual": shard, "weight": weight, "out": out, "tokens": tokens, "hidden": hidden, "eps": EPS},
+        **constants,
+    )
+    return different_bits(shard, new[own]) + beyond(out.view(tokens, hidden), rms_norm(new, weight, EPS))
+
+
+STORIES: dict[str, Story] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_reduce_one_shot": all_reduce,
+    "all_reduce_two_shot": all_reduce,
+    "gather_rows": gather_rows,
+    "reduce_scatter_rows": reduce_scatter_rows,
+    "add_norm_gather": add_norm_gather,
+}
