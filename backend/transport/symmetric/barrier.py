@@ -31,3 +31,32 @@ ENTRY = Barrier("entry", signal="release", wait="acquire")
 
 EXIT = Barrier("exit", signal="release", wait="relaxed")
 """Before own memory is written again: all peers have read it."""
+
+
+Act = Literal["write", "read", "signal", "wait"]
+"""write: what peers will read. read: what peers wrote. signal, wait: an access to a signal, with its order."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a protocol. Data is written and read without an order of its own."""
+
+    act: Act
+    order: Order = "relaxed"
+
+
+COLLECTIVE = (
+    Step("write"),
+    Step("signal", ENTRY.signal),
+    Step("wait", ENTRY.wait),
+    Step("read"),
+    Step("signal", EXIT.signal),
+    Step("wait", EXIT.wait),
+)
+"""A collective with signal pads, also where its own kernel writes what peers read: `backend/kernels`."""
+
+CHUNK_SENDER = (Step("wait", "acquire"), Step("write"), Step("signal", "release"))
+"""Of a chunk in the C code: until a slot is free, its bytes, and how many chunks there are."""
+
+CHUNK_RECEIVER = (Step("wait", "acquire"), Step("read"), Step("signal", "release"))
+"""Until the chunk is there, its bytes, and how many were taken."""
