@@ -1,0 +1,218 @@
+"""The protocols of the compiled collectives: each kernel of the catalog compiled, carried out by `ptx_accesses`, put
+into the words of the table, and explored. Imports Triton."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ...backend.kernels.kernel import Kernel
+from ...backend.transport.symmetric.barrier import Step
+from ...core.base.reduction import merges_of
+from .memory_model import Explored, Op, Program, explore
+from .protocols import SIZES, pad
+from .ptx_accesses import PADS, PRIVATE, TABLE, Access, Launch, UnreadProtocol, accesses
+
+WIDTH, BLOCK = 4, 64
+"""Elements of a row or of a part, and of a block. A rank has as many rows as there are ranks: each is somebody's."""
+
+TARGET = GPUTarget("cuda", 90, 32)
+AREA = 1 << 24
+"""Bytes between two of the arrays that are a rank's own."""
+
+_TYPES = {"out": "*fp32", "residual": "*fp32", "weight": "*fp32", "tensors": "*i64", "counts": "*i32"}
+
+BlockAccesses = Sequence[list[Access]]
+"""What a block does, for each rank."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel's PTX for `world_size` ranks, and the names of its parameters."""
+
+    kernel: Kernel
+    world_size: int
+    ptx: str
+    names: tuple[str, ...]
+
+
+def compiled(kernel: Kernel, world_size: int) -> Compiled:
+    """The kernel, with one node of the tree a rank and fp32 elements."""
+    constants: dict[str, Any] = {
+        "WORLD": world_size,
+        "BLOCK": BLOCK,
+        "NODES": (1,) * world_size,
+        "MERGES": merges_of(world_size, [(leaf, leaf + 1) for leaf in range(world_size)]),
+        "LEAF": tl.float32,
+        "UNITS_OF": (4,),
+    }
+    parameters = kernel.function.params
+    signature = {
+        each.name: "constexpr" if each.is_constexpr else _TYPES.get(each.name) or each.annotation for each in parameters
+    }
+    used = {each.name: constants[each.name] for each in parameters if each.is_constexpr}
+    source = ASTSource(fn=kernel.function, signature=signature, constexprs=used)
+    ptx = str(triton.compile(source, target=TARGET, options=kernel.options).asm["ptx"])
+    return Compiled(kernel, world_size, ptx, tuple(each.name for each in parameters if not each.is_constexpr))
+
+
+def launch(compiled: Compiled, rank: int, block: int = 0, num_blocks: int = 1) -> Launch:
+    """A block of a launch on small arrays: `WIDTH` elements of every rank for every other."""
+    world_size = compiled.world_size
+    # of an all-reduce: parts are multiples of 16 elements
+    n = 16 * world_size if compiled.kernel.name.startswith("all_reduce") else WIDTH
+    n = n if num_blocks == 1 else num_blocks * BLOCK * world_size
+    area = {name: PRIVATE + AREA * index for index, name in enumerate(compiled.names)}
+    numbers = {"table": TABLE, "pads": PADS, "n": n, "rank": rank, "width": WIDTH, "eps": 0}
+    numbers |= {"tokens": num_blocks * world_size, "hidden": WIDTH}
+    memory: dict[int, int] = {}
+    if "counts" in area:
+        memory |= {area["counts"] + 4 * peer: num_blocks * BLOCK // WIDTH for peer in range(world_size)}
+    if "tensors" in area:
+        result = PRIVATE + AREA * len(area)
+        memory |= {area["tensors"] + 8 * index: value for index, value in enumerate((0, 4 * WIDTH, result))}
+    values = [numbers.get(name, area[name]) for name in compiled.names]
+    return Launch(world_size, 32 * compiled.kernel.num_warps, values, memory, block, num_blocks)
+
+
+def block_accesses(compiled: Compiled, block: int = 0, num_blocks: int = 1) -> BlockAccesses:
+    """What that block does on each rank. Raises `UnreadProtocol`."""
+    ranks = range(compiled.world_size)
+    return [accesses(compiled.ptx, launch(compiled, rank, block, num_blocks)) for rank in ranks]
+
+
+def steps_of(found: BlockAccesses, rank: int = 0) -> tuple[Step, ...]:
+    """The block's accesses on one rank as steps of the table: between two barriers one read and one write, in the order
+    of the first thread. Reads of the rank's own buffer are no step. Raises `UnreadProtocol` where a barrier is not one
+    swap for each rank."""
+    steps: list[Step] = []
+    met: list[int] = []
+    between: set[Step] = set()
+    for access in found[rank]:
+        if access.kind == "read" and access.owner == rank:
+            continue
+        if access.kind != "swap":
+            step = Step(access.kind)
+        else:
+            step = Step("signal" if access.value else "wait", access.order)
+            peer = access.owner if access.value else access.offset // 4 % len(found)
+            if not steps or steps[-1] != step:
+                _all_met(met, len(found))
+                met = []
+            met.append(peer)
+            between = set()
+        if step not in between and (not steps or steps[-1] != step):
+            steps.append(step)
+        if access.kind != "swap":
+            between.add(step)
+    _all_met(met, len(found))
+    return tuple(steps)
+
+
+def _all_met(met: list[int], world_size: int) -> None:
+    if met and sorted(met) != list(range(world_size)):
+        raise UnreadProtocol(f"signals are put or taken for the ranks {met}, of {world_size}.")
+
+
+def programs_of(found: BlockAccesses, num_rounds: int) -> dict[str, list[Program]]:
+    """For each place that ranks share, what all do to it and to the signals, `num_rounds` launches in a row; before
+    each the owner writes what it shares.
+
+    Loads and stores of different places do not wait for each other, and a release only waits for more with more of
+    them; so what is right for each place alone is right for all together. Places that all use equally are one.
+    """
+    return {
+        place: [_program(found, rank, used[0], num_rounds) for rank in range(len(found))]
+        for place, used in _places(found).items()
+    }
+
+
+Place = tuple[int, int]
+
+
+def _places(found: BlockAccesses) -> dict[str, list[Place]]:
+    """The words of buffers that somebody else reads or writes, those together that all use at the same points."""
+    uses: dict[Place, list[tuple[int, int, str]]] = defaultdict(list)
+    for rank, of_rank in enumerate(found):
+        num_swaps = 0
+        for access in of_rank:
+            if access.kind == "swap":
+                num_swaps += 1
+            elif access.kind == "write" or access.owner != rank:
+                uses[access.owner, access.offset].append((rank, num_swaps, access.kind))
+    together: dict[tuple[object, ...], list[Place]] = defaultdict(list)
+    for place, use in uses.items():
+        if any(rank != place[0] for rank, _, _ in use):
+            together[(place[0], *use)].append(place)
+    return {f"data of rank {places[0][0]} at {places[0][1]}": places for places in together.values()}
+
+
+def _program(found: BlockAccesses, rank: int, place: Place, num_rounds: int) -> Program:
+    owner, world_size = place[0], len(found)
+    name = f"data of rank {owner}"
+    writes = [waits for access, waits in _with_waits(found[owner]) if _is_write(access, place)]
+    ops: list[Op] = []
+    for first in range(1, num_rounds * (len(writes) + 1) + 1, len(writes) + 1):
+        num_written = 0
+        if rank == owner:
+            ops.append(Op("store", name, first))
+        for access, waits in _with_waits(found[rank]):
+            if access.kind == "swap":
+                source = access.offset // 4 % world_size
+                ops.append(Op("swap", pad(source, access.owner), access.value, access.expected, access.order))
+            elif _is_write(access, place):
+                if rank != owner:
+                    raise UnreadProtocol(f"rank {rank} writes into the buffer of rank {owner}.")
+                num_written += 1
+                ops.append(Op("store", name, first + num_written))
+            elif (access.owner, access.offset) == place and rank != owner:
+                ops.append(Op("load", name, first + sum(before < waits for before in writes)))
+    return tuple(ops)
+
+
+def _is_write(access: Access, place: Place) -> bool:
+    return access.kind == "write" and (access.owner, access.offset) == place
+
+
+def _with_waits(found: Sequence[Access]) -> list[tuple[Access, int]]:
+    """Each access, with how many signals were waited for before it."""
+    num_waits, numbered = 0, []
+    for access in found:
+        numbered.append((access, num_waits))
+        num_waits += access.kind == "swap" and access.expected == 1
+    return numbered
+
+
+def check_kernel(kernels: Mapping[int, Compiled]) -> Explored:
+    """A kernel compiled for the numbers of ranks of `SIZES`, explored place by place: what is wrong first, or all
+    states."""
+    num_states = 0
+    for world_size, num_rounds in SIZES:
+        for programs in programs_of(block_accesses(kernels[world_size]), num_rounds).values():
+            found = explore(programs)
+            num_states += found.num_states
+            if not found.ok:
+                return found
+    return Explored("ok", num_states)
+
+
+def crossing(compiled: Compiled, num_blocks: int = 2) -> list[Place]:
+    """Words of buffers that one block writes and another one, of whatever rank, uses. Blocks only meet the same block
+    of peers, so nothing orders such accesses."""
+    written: dict[Place, set[int]] = defaultdict(set)
+    used: dict[Place, set[int]] = defaultdict(set)
+    for block in range(num_blocks):
+        for of_rank in block_accesses(compiled, block, num_blocks):
+            for access in of_rank:
+                if access.kind != "swap":
+                    used[access.owner, access.offset].add(block)
+                    if access.kind == "write":
+                        written[access.owner, access.offset].add(block)
+    return sorted(place for place, blocks in written.items() if len(blocks | used[place]) > 1)

@@ -1,0 +1,262 @@
+"""What a block of a compiled kernel does to memory that others map, by carrying out its PTX: every swap of a signal and
+every access to a buffer, in order, with its address.
+
+Whole numbers are computed, so addresses and loops are those of the code; what is calculated with them otherwise is
+unknown. Each swap fails once before it succeeds, which shows that it is tried again. All that would let a step be
+overlooked is refused: an unknown address or branch, another atomic, another scope, an access that no barrier of the
+block keeps apart from a swap of another thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ...backend.transport.symmetric.barrier import SCOPE, Order
+from .ptx_numbers import Value, calculated
+
+TABLE, PADS, PRIVATE, BUFFER, PAD = (1 << 40, 1 << 41, 1 << 42, 1 << 44, 1 << 45)
+RANK_BYTES = 1 << 32
+MOST_STEPS = 2_000_000
+
+
+class UnreadProtocol(ValueError):
+    """The code says something that the reader has no step for."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """swap: of a signal in the pad of `owner`, from `expected` to `value`. read, write: of four bytes in the buffer of
+    `owner`. `offset` is in bytes."""
+
+    kind: Literal["read", "write", "swap"]
+    owner: int
+    offset: int
+    order: Order = "relaxed"
+    expected: int = 0
+    value: int = 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A block of a launch on `world_size` ranks: `parameters` in the kernel's order, with `TABLE` and `PADS` for those
+    tables and addresses from `PRIVATE` on for memory of the rank, of which `memory` says what is known."""
+
+    world_size: int
+    num_threads: int
+    parameters: Sequence[int]
+    memory: Mapping[int, int]
+    block: int = 0
+    num_blocks: int = 1
+
+
+@dataclass(frozen=True)
+class _Line:
+    guard: str
+    opcode: str
+    operands: tuple[str, ...]
+    text: str
+
+
+_INSTRUCTION = re.compile(r"(?:@(!?%p\d+)\s+)?([a-z][\w.:]*)\s*(.*);")
+_LABEL = re.compile(r"(\$\w+):")
+_ATOMIC = re.compile(r"atom\.global\.(relaxed|acquire|release)\.(\w+)\.cas\.b32")
+_WIDTH = re.compile(r"(?:ld|st)\.global(?:\.v(\d))?\.[bsuf](\d+)")
+_SKIPPED = re.compile(r"\.(reg|loc|file|pragma|extern|shared)\b|[{}]$")
+_REFUSED = ("atom", "red", "multimem", "fence", "membar", "ld", "st", "cp", "bar", "barrier", "call", "mbarrier")
+
+
+def accesses(ptx: str, launch: Launch) -> list[Access]:
+    """What one block does, in order. Raises `UnreadProtocol`."""
+    return _Block(ptx, launch).run()
+
+
+class _Block:
+    def __init__(self, ptx: str, launch: Launch):
+        self.launch = launch
+        self.lines, self.labels = _parsed(ptx)
+        self.found: list[Access] = []
+        self.shared: dict[int, Value] = {}
+        self.failed: Access | None = None
+        self.steps = 0
+        self.swapping: set[int] = set()
+        self.reading: set[int] = set()
+
+    def run(self) -> list[Access]:
+        threads = [_Thread(self, number).run() for number in range(self.launch.num_threads)]
+        going = True
+        while going:
+            arrived = [next(thread, None) for thread in threads]
+            going = arrived[0] is not None
+            if any(line != arrived[0] for line in arrived):
+                raise UnreadProtocol("the threads of a block do not come to the same barrier.")
+            if self.swapping and self.reading - self.swapping:
+                raise UnreadProtocol("no barrier of the block lies between a swap and another thread's access.")
+            self.swapping, self.reading = set(), set()
+        if self.failed:
+            raise UnreadProtocol(f"{self.failed}: a swap that failed is not tried again.")
+        return self.found
+
+    def swap(self, access: Access, thread: int) -> int:
+        """What the swap finds: another value the first time, and what it expects when it is tried again."""
+        self.swapping.add(thread)
+        self._after(access)
+        if self.failed is None:
+            self.failed = access
+            return 1 - access.expected
+        self.failed = None
+        self.found.append(access)
+        return access.expected
+
+    def data(self, access: Access, thread: int) -> None:
+        self.reading.add(thread)
+        self._after(access)
+        self.found.append(access)
+
+    def _after(self, access: Access) -> None:
+        if self.failed not in (None, access):
+            raise UnreadProtocol(f"{self.failed}: a swap that failed is not tried again.")
+
+    def known(self, address: int) -> Value:
+        """What lies at an address that only this rank writes."""
+        for begin, target in ((TABLE, BUFFER), (PADS, PAD)):
+            rank = (address - begin) // 8
+            if 0 <= rank < self.launch.world_size and address % 8 == 0:
+                return target + rank * RANK_BYTES
+        if not PRIVATE <= address < BUFFER:
+            raise UnreadProtocol(f"an access to {address:#x}, which is no memory of the launch.")
+        return self.launch.memory.get(address)
+
+
+class _Thread:
+    def __init__(self, block: _Block, number: int):
+        self.block, self.number, self.at = block, number, 0
+        launch = block.launch
+        self.registers: dict[str, Value] = {
+            "%tid.x": number,
+            "%ctaid.x": launch.block,
+            "%nctaid.x": launch.num_blocks,
+            "%ntid.x": launch.num_threads,
+            "global_smem": 0,
+        }
+
+    def run(self) -> Iterator[int]:
+        """Up to the next barrier of the block, whose line it gives; ends where the thread does."""
+        while self.at < len(self.block.lines):
+            line = self.block.lines[self.at]
+            self.at += 1
+            self.block.steps += 1
+            if self.block.steps > MOST_STEPS:
+                raise UnreadProtocol(f"the block is not done after {MOST_STEPS:,} steps.")
+            if line.guard and not self._holds(line):
+                continue
+            if line.opcode == "ret":
+                return
+            if line.opcode == "bar.sync" and line.operands == ("0",):
+                yield self.at
+            elif line.opcode in ("bra", "bra.uni"):
+                self.at = self.block.labels[line.operands[0]]
+            else:
+                self._step(line)
+
+    def _holds(self, line: _Line) -> bool:
+        value = self._value(line.guard.removeprefix("!"))
+        if value is None:
+            raise UnreadProtocol(f"{line.text}: it is unknown whether this is done.")
+        return bool(value) != line.guard.startswith("!")
+
+    def _value(self, operand: str) -> Value:
+        if operand in self.registers or not re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)", operand):
+            return self.registers.get(operand)
+        return int(operand, 0)
+
+    def _step(self, line: _Line) -> None:
+        if found := _ATOMIC.fullmatch(line.opcode):
+            self._swap(line, found.group(1), found.group(2))
+        elif line.opcode.startswith("ld.param"):
+            index = int(line.operands[1].strip("[] ").rpartition("_")[2])
+            parameters = self.block.launch.parameters
+            self.registers[line.operands[0]] = parameters[index] if index < len(parameters) else 0
+        elif found := _WIDTH.fullmatch(line.opcode):
+            self._global(line, int(found.group(1) or 1), int(found.group(2)) // 8)
+        elif line.opcode.startswith(("ld.shared", "st.shared")):
+            self._shared(line)
+        elif line.opcode.split(".")[0] in _REFUSED:
+            raise UnreadProtocol(f"{line.text}: the reader does not know this access.")
+        else:
+            target, *sources = line.operands
+            value = calculated(line.opcode, [self._value(source) for source in sources])
+            for register in _registers(target):
+                self.registers[register] = value
+
+    def _address(self, line: _Line, operand: str) -> int:
+        base, _, offset = operand.strip("[] ").partition("+")
+        value = self._value(base.strip())
+        if value is None:
+            raise UnreadProtocol(f"{line.text}: the address is unknown.")
+        return value + int(offset or 0)
+
+    def _swap(self, line: _Line, order: str, scope: str) -> None:
+        if scope != SCOPE:
+            raise UnreadProtocol(f"{line.text}: the scope is not {SCOPE}.")
+        target, place, *operands = line.operands
+        expected, value = (self._value(operand) for operand in operands)
+        if (expected, value) not in ((0, 1), (1, 0)):
+            raise UnreadProtocol(f"{line.text}: swaps {expected} for {value}.")
+        rank, offset = divmod(self._address(line, place) - PAD, RANK_BYTES)
+        if not 0 <= rank < self.block.launch.world_size:
+            raise UnreadProtocol(f"{line.text}: no swap of a signal pad.")
+        assert expected is not None and value is not None
+        access = Access("swap", rank, offset, order, expected, value)  # type: ignore[arg-type]
+        self.registers[target] = self.block.swap(access, self.number)
+
+    def _global(self, line: _Line, count: int, width: int) -> None:
+        is_load = line.opcode.startswith("ld")
+        target, place = line.operands if is_load else line.operands[::-1]
+        address = self._address(line, place)
+        rank, offset = divmod(address - BUFFER, RANK_BYTES)
+        values: list[Value] = [None] * count
+        if 0 <= rank < self.block.launch.world_size:
+            for at in range(offset // 4, -(-(offset + count * width) // 4)):
+                self.block.data(Access("read" if is_load else "write", rank, 4 * at), self.number)
+        elif is_load:
+            values = [self.block.known(address + width * index) for index in range(count)]
+        elif not PRIVATE <= address < BUFFER:
+            raise UnreadProtocol(f"{line.text}: a store to what is not the rank's.")
+        if is_load:
+            self.registers.update(zip(_registers(target), values, strict=True))
+
+    def _shared(self, line: _Line) -> None:
+        """Values that go from thread to thread, such as what a swap found."""
+        is_load = line.opcode.startswith("ld")
+        target, place = line.operands if is_load else line.operands[::-1]
+        address, width = self._address(line, place), int(re.findall(r"\d+", line.opcode)[-1]) // 8
+        for index, register in enumerate(_registers(target)):
+            if is_load:
+                self.registers[register] = self.block.shared.get(address + index * width)
+            else:
+                self.block.shared[address + index * width] = self._value(register)
+
+
+def _registers(operand: str) -> list[str]:
+    return [register.strip() for register in re.split(r"[,|]", operand.strip("{} "))]
+
+
+def _parsed(ptx: str) -> tuple[list[_Line], dict[str, int]]:
+    """The instructions of the one function, and where its labels are. Lines of debug information are left out."""
+    entry = re.search(r"\.visible \.entry .*?\n\{\n(.*?)^\}", ptx, re.MULTILINE | re.DOTALL)
+    if entry is None or ptx.count(".entry") != 1 or ".func" in ptx:
+        raise UnreadProtocol("no text of one kernel.")
+    lines: list[_Line] = []
+    labels: dict[str, int] = {}
+    for text in (line.partition("//")[0].strip() for line in entry.group(1).splitlines()):
+        if found := _LABEL.fullmatch(text):
+            labels[found.group(1)] = len(lines)
+        elif found := _INSTRUCTION.fullmatch(text):
+            operands = tuple(part.strip() for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", found.group(3)))
+            lines.append(_Line(found.group(1) or "", found.group(2), operands, text))
+        elif text and not _SKIPPED.match(text):
+            raise UnreadProtocol(f"{text}: no instruction that the reader knows.")
+    return lines, labels
