@@ -18,7 +18,7 @@ class Limits:
     of the widest access to memory of a peer that it must have, 0 for any."""
 
     registers: int = 255
-    spills: int = 0
+    spills: int = 4
     vector_bytes: int = 16
 
 

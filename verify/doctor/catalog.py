@@ -25,6 +25,13 @@ def shared_memory(machine: Machine) -> str:
     return torch(machine)
 
 
+def triton(machine: Machine) -> str:
+    """What kernels need: Triton, and ranks that share memory."""
+    if "triton" not in machine.versions:
+        return "Triton is not installed: pip install 'shardproof[gpu]'"
+    return shared_memory(machine)
+
+
 def a_gpu(machine: Machine) -> str:
     """A GPU that torch can use."""
     if not machine.gpus:
@@ -57,7 +64,7 @@ CHECKS = (
     Check("step", "a tp2 step is that of one device", "training:step", needs=shared_memory),
     Check("files", "a file in this folder comes back", "training:files"),
     Check("triton", "Triton loads", "kernels:triton"),
-    Check("kernels", "kernels on the floors that are here", "kernels:floors", 120),
+    Check("kernels", "kernels on the floors that are here", "kernels:floors", 120, triton),
     Check("gpu-products", "products by cuBLAS repeat their bits", "gpus:products", 120, a_gpu, on_gpu=True),
     Check("gpu-barriers", "barriers of GPUs in shared memory", "gpus:barriers", 120, linked_gpus, (OVERLAP,), True),
     Check("gpu-capture", "capture and replay with peers", "gpus:capture", 120, linked_gpus, (OVERLAP,), True),

@@ -9,7 +9,7 @@ from typing import Literal
 from ...backend.transport.symmetric.barrier import COLLECTIVE, Step
 from .memory_model import Explored
 from .protocols import check_chunks, check_cleared_late, check_collective
-from .source_protocols import c_protocol, ptx_protocol
+from .source_protocols import c_protocol
 
 Where = Literal["table", "C source", "kernel source"]
 
@@ -109,8 +109,3 @@ def check_c(source: str) -> Explored:
         if not found.ok:
             return found
     return found
-
-
-def check_ptx(ptx: str) -> Explored:
-    """A compiled collective, after the write of what its rank shares."""
-    return check_collective((WRITE, *ptx_protocol(ptx)))

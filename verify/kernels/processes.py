@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -140,10 +141,14 @@ class Peers:
         self._connections: list[Connection] = [connection for connection, _ in pipes]
         for _, connection in pipes:
             connection.close()
-        regions = self._answers(range(world_size), 120.0)
-        for connection in self._connections:
-            connection.send(regions)
-        self._answers(range(world_size), 60.0)
+        try:
+            regions = self._answers(range(world_size), 120.0)
+            for connection in self._connections:
+                _send(connection, regions)
+            self._answers(range(world_size), 60.0)
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, job: Job, *arguments: Any, world_size: int | None = None) -> list[Any]:
         """What `job(peer, *arguments)` returns in each of the first `world_size` peers, by rank.
@@ -154,7 +159,7 @@ class Peers:
         ranks = range(world_size or self.world_size)
         try:
             for rank in ranks:
-                self._connections[rank].send((job, len(ranks), arguments))
+                _send(self._connections[rank], (job, len(ranks), arguments))
             return self._answers(ranks, 2 * self.patience_s)
         except PeersMissing as missing:
             self._renew(missing)
@@ -183,7 +188,7 @@ class Peers:
         """After a failure: pads at 0 where all peers are there, else no peers."""
         try:
             for connection in self._connections:
-                connection.send((clear, self.world_size, ()))
+                _send(connection, (clear, self.world_size, ()))
             self._answers(range(self.world_size), 10.0)
         except (OSError, PeersMissing, PeerFailed) as error:
             reason.add_note(f"the peers were ended: {error}")
@@ -199,10 +204,19 @@ class Peers:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
                 try:
-                    answers[rank] = connection.recv()
+                    answers[rank] = _receive(connection)
                 except (EOFError, OSError):
                     answers[rank] = ("ended", None)
         return _values({rank: answers.get(rank, ("silent", None)) for rank in ranks})
+
+
+def _send(connection: Connection, value: Any) -> None:
+    """By value: a connection's own `send` has tensors fetched by whoever receives them."""
+    connection.send_bytes(pickle.dumps(value))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
 
 
 def _values(answers: Mapping[int, tuple[str, Any]]) -> list[Any]:
@@ -252,24 +266,30 @@ def clear(peer: Peer) -> None:
     peer.ground.own_pad.zero_()
 
 
+def _still_waiting(error: BaseException | None) -> StillWaiting | None:
+    """The reason behind an error of Triton's interpreter, where it is that a peer has not come."""
+    while error is not None and not isinstance(error, StillWaiting):
+        error = error.__cause__
+    return error
+
+
 def _peer(rank: int, connection: Connection, make_launcher: Callable[[Ground], Launcher], patience_s: float) -> None:
     """A peer's process: shares memory, then runs jobs until the other end closes the connection."""
     heap = SharedMemoryHeap()
     region, own = heap.allocate(PAD_BYTES + BUFFER_BYTES)
-    connection.send(("done", region))
-    regions: list[Region] = connection.recv()
+    _send(connection, ("done", region))
+    regions: list[Region] = _receive(connection)
     mapped = [own if peer == rank else Neighbour(each.process).map(each) for peer, each in enumerate(regions)]
-    connection.send(("done", None))
+    _send(connection, ("done", None))
     while True:
         try:
-            job, world_size, arguments = connection.recv()
+            job, world_size, arguments = _receive(connection)
         except EOFError:
             return
         ground = Ground(rank, mapped[:world_size], patience_s)
         try:
             answer = ("done", job(Peer(ground, make_launcher(ground)), *arguments))
-        except StillWaiting as error:
-            answer = ("waits", (error.awaited, str(error)))
-        except Exception:
-            answer = ("raised", traceback.format_exc())
-        connection.send(answer)
+        except Exception as error:
+            late = _still_waiting(error)
+            answer = ("raised", traceback.format_exc()) if late is None else ("waits", (late.awaited, str(late)))
+        _send(connection, answer)

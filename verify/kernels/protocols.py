@@ -24,17 +24,20 @@ def pad(source: int, destination: int) -> str:
 
 
 def collective(steps: Sequence[Step], num_ranks: int, num_rounds: int, signalled: Pad = pad) -> list[Program]:
-    """Every rank writes its own data and reads all peers', round after round; `signalled` is where it puts signals."""
+    """Every rank writes its own data and reads all peers', phase by phase and round after round; `signalled` is where
+    it puts signals."""
     programs = []
     for rank in range(num_ranks):
         peers = [peer for peer in range(num_ranks) if peer != rank]
         ops: list[Op] = []
         for number in range(1, num_rounds + 1):
+            phase = 0
             for step in steps:
                 if step.act == "write":
-                    ops.append(Op("store", f"data of rank {rank}", number))
+                    phase += 1
+                    ops.append(Op("store", f"data {phase} of rank {rank}", number))
                 elif step.act == "read":
-                    ops += [Op("load", f"data of rank {peer}", number) for peer in peers]
+                    ops += [Op("load", f"data {phase} of rank {peer}", number) for peer in peers]
                 elif step.act == "signal":
                     ops += [Op("swap", signalled(rank, peer), 1, 0, step.order) for peer in peers]
                 else:
@@ -62,7 +65,7 @@ def cleared_late(steps: Sequence[Step], num_ranks: int, num_rounds: int) -> list
 def chunks(sender: Sequence[Step], receiver: Sequence[Step]) -> list[Program]:
     """One rank sends `NUM_CHUNKS` chunks through `NUM_SLOTS` slots to another."""
     found = []
-    for steps, awaited, told, ahead in ((sender, "taken", "filled", NUM_SLOTS), (receiver, "filled", "taken", 0)):
+    for steps, awaited, published, ahead in ((sender, "taken", "filled", NUM_SLOTS), (receiver, "filled", "taken", 0)):
         ops: list[Op] = []
         for chunk in range(1, NUM_CHUNKS + 1):
             slot = f"slot {chunk % NUM_SLOTS}"
@@ -70,7 +73,7 @@ def chunks(sender: Sequence[Step], receiver: Sequence[Step]) -> list[Program]:
                 if step.act == "wait":
                     ops.append(Op("until", awaited, chunk - ahead, order=step.order))
                 elif step.act == "signal":
-                    ops.append(Op("store", told, chunk, order=step.order))
+                    ops.append(Op("store", published, chunk, order=step.order))
                 else:
                     ops.append(Op("store" if step.act == "write" else "load", slot, chunk))
         found.append(tuple(ops))

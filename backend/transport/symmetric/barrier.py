@@ -55,6 +55,9 @@ COLLECTIVE = (
 )
 """A collective with signal pads, also where its own kernel writes what peers read: `backend/kernels`."""
 
+TWO_PHASES = (*COLLECTIVE[:4], Step("write"), *COLLECTIVE[1:])
+"""A collective whose ranks read what peers have made of the first phase: another entry, between the two."""
+
 CHUNK_SENDER = (Step("wait", "acquire"), Step("write"), Step("signal", "release"))
 """Of a chunk in the C code: until a slot is free, its bytes, and how many chunks there are."""
 

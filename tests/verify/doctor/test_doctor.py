@@ -221,7 +221,6 @@ def test_names_of_checks_are_known() -> None:
 
 
 def test_a_kernel_that_falls_from_a_floor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels.floors(CPU) == Result("skipped", "no kernels in this build")
     found = {"all_gather": {"interpreted": "ok", "assembled": "4 spills"}}
     monkeypatch.setattr(kernels, "kernel_floors", lambda: found)
     result = kernels.floors(CPU)

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from helpers.paths import ROOT
-from shardproof.backend.transport.symmetric.barrier import CHUNK_RECEIVER, CHUNK_SENDER, COLLECTIVE
+from shardproof.backend.transport.symmetric.barrier import CHUNK_RECEIVER, CHUNK_SENDER, TWO_PHASES
 from shardproof.verify.kernels.barrier_mutants import (
     C_MUTANTS,
     KERNEL_MUTANTS,
@@ -21,8 +13,8 @@ from shardproof.verify.kernels.barrier_mutants import (
     SourceMutant,
     TableMutant,
     check_c,
-    check_ptx,
 )
+from shardproof.verify.kernels.changed_kernels import UNCHANGED, check_changed_kernels
 from shardproof.verify.kernels.protocols import check_chunks, check_collective
 from shardproof.verify.kernels.source_protocols import (
     RECEIVERS,
@@ -33,12 +25,17 @@ from shardproof.verify.kernels.source_protocols import (
 )
 
 C_SOURCE = (ROOT / "backend" / "transport" / "symmetric" / "csrc" / "shared_memory.c").read_text()
-KERNELS = ROOT / "backend" / "kernels"
 
 
 def test_the_protocols_of_the_table_are_right() -> None:
     assert check_collective().ok
+    assert check_collective(TWO_PHASES).ok
     assert check_chunks().ok
+
+
+def test_two_phases_need_their_second_entry() -> None:
+    without = (*TWO_PHASES[:5], *TWO_PHASES[7:])
+    assert check_collective(without).kind == "wrong data"
 
 
 @pytest.mark.parametrize("mutant", TABLE_MUTANTS, ids=lambda mutant: mutant.name)
@@ -65,44 +62,14 @@ def test_c_code_of_another_form_is_refused() -> None:
         check_c(C_SOURCE.replace("static int put_chunk", "static int send_chunk"))
 
 
-def compiled(collectives: ModuleType) -> str:
-    """The PTX of an all-gather of two ranks."""
-    types = {"table": "u64", "pads": "u64", "out": "*fp32", "n": "i64", "rank": "i32"}
-    constants = {"WORLD": 2, "BLOCK": 256}
-    source = ASTSource(
-        fn=collectives.all_gather, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants
-    )
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+@pytest.fixture(scope="module")
+def changed() -> dict[str, str]:
+    return check_changed_kernels()
 
 
-def kernels_of(folder: Path, meet: str) -> ModuleType:
-    """The collectives over a changed `meet`, as modules of their own."""
-    package = ".".join(["shardproof", "backend", folder.name])
-    for name in ("peers", "tree", "meet", "collectives"):
-        text = meet if name == "meet" else (KERNELS / f"{name}.py").read_text()
-        (folder / f"{name}.py").write_text(text)
-    for name in ("", "peers", "tree", "meet", "collectives"):
-        path = folder / f"{name or '__init__'}.py"
-        path.touch()
-        spec = importlib.util.spec_from_file_location(f"{package}.{name}".rstrip("."), path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    return module
-
-
-def test_the_compiled_kernel_takes_the_steps_of_the_table(tmp_path: Path) -> None:
-    ptx = compiled(kernels_of(tmp_path, (KERNELS / "meet.py").read_text()))
-    assert ptx_protocol(ptx) == COLLECTIVE[1:]
-    assert check_ptx(ptx).ok
-
-
-@pytest.mark.parametrize("mutant", KERNEL_MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_wrong_kernel_is_found(mutant: SourceMutant, tmp_path: Path) -> None:
-    ptx = compiled(kernels_of(tmp_path, mutant.applied((KERNELS / "meet.py").read_text())))
-    assert check_ptx(ptx).kind == "wrong data"
+def test_the_compiled_kernel_is_right_and_each_change_of_its_source_is_found(changed: dict[str, str]) -> None:
+    right, wrong = changed[UNCHANGED], {name: kind for name, kind in changed.items() if name != UNCHANGED}
+    assert right == "ok" and wrong == {mutant.name: "wrong data" for mutant in KERNEL_MUTANTS}
 
 
 def test_ptx_of_another_form_is_refused() -> None:

@@ -20,7 +20,7 @@ def until(place: str, order: str = "relaxed") -> Op:
 
 
 @pytest.mark.parametrize(
-    ("told", "heard", "kind"),
+    ("sent", "heard", "kind"),
     [
         ("release", "acquire", "ok"),
         ("relaxed", "acquire", "wrong data"),
@@ -28,8 +28,8 @@ def until(place: str, order: str = "relaxed") -> Op:
         ("relaxed", "relaxed", "wrong data"),
     ],
 )
-def test_a_message_is_passed_by_a_release_and_an_acquire_together(told: str, heard: str, kind: str) -> None:
-    sender = (store("data"), store("flag", 1, told))
+def test_a_message_is_passed_by_a_release_and_an_acquire_together(sent: str, heard: str, kind: str) -> None:
+    sender = (store("data"), store("flag", 1, sent))
     assert explore([sender, (until("flag", heard), load("data", 1))]).kind == kind
 
 

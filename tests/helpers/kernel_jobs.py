@@ -1,0 +1,111 @@
+"""Jobs for peers of `verify.kernels.processes`: small kernels of their own, and launchers that spoil a kernel."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from shardproof.backend.kernels.kernel import Kernel
+from shardproof.backend.kernels.peers import buffer_of
+from shardproof.verify.kernels.cases import Outcome, run_case
+from shardproof.verify.kernels.processes import Peer
+from shardproof.verify.kernels.stories import Case
+
+
+@triton.jit
+def convert(source, out, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    tl.store(out + lane, tl.load(source + lane).to(out.dtype.element_ty))
+
+
+@triton.jit
+def add(source, out, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    tl.store(out + lane, tl.load(source + lane) + tl.load(source + lane))
+
+
+@triton.jit
+def product(a, b, out, k, BLOCK: tl.constexpr):
+    row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for first in range(0, k, BLOCK):
+        total = tl.dot(tl.load(a + row * k + first + column), tl.load(b + (first + row) * BLOCK + column), total)
+    tl.store(out + row * BLOCK + column, total)
+
+
+@triton.jit
+def gather_without_meeting(
+    table: tl.uint64, pads: tl.uint64, out, n: tl.int64, rank: tl.int32, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    lane = tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    while first < n:
+        for peer in tl.static_range(WORLD):
+            values = tl.load(buffer_of(table, peer, out.dtype.element_ty) + first + lane, mask=lane < n - first)
+            tl.store(out + peer * n + first + lane, values, mask=lane < n - first)
+        first += tl.num_programs(0) * BLOCK
+
+
+def converted(peer: Peer, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(source.shape, dtype=dtype)
+    _launch(peer, convert, {"source": source, "out": out}, {"N": source.numel()})
+    return out
+
+
+def added(peer: Peer, source: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(source)
+    _launch(peer, add, {"source": source, "out": out}, {"N": source.numel()})
+    return out
+
+
+def multiplied(peer: Peer, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(b.shape[1], b.shape[1])
+    _launch(peer, product, {"a": a, "b": b, "out": out, "k": a.shape[1]}, {"BLOCK": b.shape[1]})
+    return out
+
+
+def run_case_unless(peer: Peer, case: Case, absent: int, how: str) -> Outcome | None:
+    """A case to which rank `absent` does not come: it returns, raises or ends."""
+    if peer.memory.rank != absent:
+        return run_case(peer, case)
+    if how == "raises":
+        raise ValueError("a job of rank 1")
+    if how == "ends":
+        time.sleep(0.1)
+        os._exit(1)
+    return None
+
+
+def run_case_added_in_sequence(peer: Peer, case: Case) -> Outcome:
+    """Adds the leaves from left to right instead of by the canonical tree."""
+
+    def launch(kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+        merges = (0, *(1 for _ in constants["MERGES"][1:]))
+        peer.launch(kernel, num_blocks, arguments, {**constants, "MERGES": merges})
+
+    return run_case(replace(peer, launch=launch), case)
+
+
+def run_case_without_meeting(peer: Peer, case: Case) -> Outcome:
+    """An all-gather that waits for nobody."""
+
+    def launch(kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+        peer.launch(replace(kernel, function=gather_without_meeting), num_blocks, arguments, constants)
+
+    return run_case(replace(peer, launch=launch), case)
+
+
+def process_of(peer: Peer) -> int:
+    return os.getpid()
+
+
+def _launch(peer: Peer, function: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+    peer.ground.begin()
+    peer.launch(Kernel("job", function, ("interpreted",)), 1, arguments, constants)

@@ -1,0 +1,50 @@
+"""Every kernel, interpreted by processes that share memory: no wrong bit, no signal left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shardproof.backend.kernels.catalog import KERNELS
+from shardproof.verify.kernels.cases import all_cases, few_cases, run_case
+from shardproof.verify.kernels.processes import Peers
+from shardproof.verify.kernels.stories import STORIES, Case
+
+INTERPRETED = [kernel.name for kernel in KERNELS if "interpreted" in kernel.floors]
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Peers]:
+    with Peers(4) as found:
+        yield found
+
+
+def wrong(peers: Peers, cases: Iterator[Case] | tuple[Case, ...]) -> dict[str, list]:
+    outcomes = {str(case): peers.run(run_case, case, world_size=case.world_size) for case in cases}
+    return {name: ranks for name, ranks in outcomes.items() if not all(rank.right for rank in ranks)}
+
+
+def test_every_kernel_has_a_story_and_every_story_a_kernel():
+    assert set(STORIES) == {kernel.name for kernel in KERNELS}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("kernel", INTERPRETED)
+def test_kernel(peers, kernel, world_size):
+    assert wrong(peers, few_cases(kernel, world_size)) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("kernel", INTERPRETED)
+def test_kernel_at_every_size(peers, kernel, world_size):
+    assert wrong(peers, all_cases(kernel, world_size)) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [5, 8])
+def test_kernels_of_more_peers(world_size):
+    with Peers(world_size, patience_s=300.0) as peers:
+        for kernel in INTERPRETED:
+            assert wrong(peers, few_cases(kernel, world_size)) == {}

@@ -1,0 +1,119 @@
+"""`docs/gpu_status.md`, from what ran: `python -m shardproof.verify.doctor.status --write docs/gpu_status.md`.
+
+Nobody writes a "yes" by hand. A row of a kernel has what each floor found here and now; the last column is of reports
+that users sent (`shardproof doctor --gpus -o report.json`), given with `--report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...core.base.files import read_text, write_text
+from ..kernels.barrier_mutants import C_MUTANTS, KERNEL_MUTANTS, TABLE_MUTANTS, check_c
+from ..kernels.changed_kernels import check_changed_kernels
+from ..kernels.floors import HOLDS, Found, kernel_floors
+from .report import Report, read_report
+
+C_SOURCE = Path(__file__).resolve().parents[2] / "backend/transport/symmetric/csrc/shared_memory.c"
+"""Of a checkout; an installed package has none."""
+
+COLUMNS = ("interpreted", "PTX executed", "assembled", "model-checked", "device")
+
+SEEN_BY_NO_FLOOR = (
+    ("co-residency of blocks", "interpreted blocks run one after the other"),
+    ("order across a fabric", "processes of one host share a cache"),
+    ("races inside a block", "the interpreter has no threads"),
+    ("bits of tensor cores", "no kernel here uses them"),
+)
+
+
+def wrong_on_purpose() -> list[tuple[str, str, str]]:
+    """Every mutant of a barrier: its name, what it changes, and what the model checker says of it."""
+    source = read_text(str(C_SOURCE)) if C_SOURCE.exists() else None
+    kernels = check_changed_kernels()
+    return [
+        *((each.name, "the table", each.check().kind) for each in TABLE_MUTANTS),
+        *((each.name, "the C code", check_c(each.applied(source)).kind) for each in C_MUTANTS if source is not None),
+        *((each.name, "a kernel's source", kernels[each.name]) for each in KERNEL_MUTANTS),
+    ]
+
+
+def _found(kind: str) -> str:
+    return "**none**" if kind == "ok" else f"model-checked: {kind}"
+
+
+def page(
+    found: Found,
+    wrong: Sequence[tuple[str, str, str]],
+    versions: Mapping[str, str],
+    reports: Sequence[Report],
+    date: str,
+) -> str:
+    """The page, as Markdown."""
+    heads = "| kernel | " + " | ".join(COLUMNS) + " |\n|---|" + "---|" * len(COLUMNS)
+    rows = [
+        f"| `{kernel}` | " + " | ".join(_cell(kernel, column, floors, reports) for column in COLUMNS) + " |"
+        for kernel, floors in found.items()
+    ]
+    mutants = [f"| {name} | {of} | {_found(kind)} |" for name, of, kind in wrong]
+    unseen = [f"| {what} | | *seen by no floor*: {why} |" for what, why in SEEN_BY_NO_FLOOR]
+    words = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return "\n".join(
+        [
+            "# What is known of the GPU kernels",
+            "",
+            f"Written by `python -m shardproof.verify.doctor.status` on {date}, with {words}.",
+            "",
+            "*interpreted*: by Triton's interpreter, on processes that share memory. *PTX executed*: this floor is not",
+            "built yet. *assembled*: for sm_80, sm_90 and sm_100, within the limits of registers, spills and vector",
+            "width that each kernel declares. *model-checked*: the barriers read back from the compiled code, explored",
+            "under a weak memory model. *device*: in a report of `shardproof doctor --gpus`.",
+            "",
+            heads,
+            *rows,
+            "",
+            "## Wrong on purpose",
+            "",
+            "| mutant | of | found by |\n|---|---|---|",
+            *mutants,
+            *unseen,
+            "",
+        ]
+    )
+
+
+def _cell(kernel: str, column: str, floors: Mapping[str, str], reports: Sequence[Report]) -> str:
+    if column == "device":
+        devices = [report.device for report in reports if report.kernels.get(kernel, {}).get("device") == HOLDS]
+        return "; ".join(devices) or "not yet"
+    if column not in floors:
+        return "not yet"
+    return "yes" if floors[column] == HOLDS else f"**no**: {floors[column]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the floors and prints or writes the page; exit code 1 where one does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", metavar="FILE", help="write the page here instead of printing it")
+    parser.add_argument("--report", metavar="FILE", nargs="*", default=[], help="reports of shardproof doctor --gpus")
+    args = parser.parse_args(argv)
+    reports = [read_report(path) for path in args.report]
+    found = kernel_floors()
+    versions = {name: importlib.metadata.version(name) for name in ("triton", "torch", "numpy")}
+    wrong = wrong_on_purpose()
+    text = page(found, wrong, versions, reports, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"))
+    if args.write is None:
+        sys.stdout.write(text)
+    else:
+        write_text(args.write, text)
+    holds = all(words == HOLDS for floors in found.values() for words in floors.values())
+    return 0 if holds and all(kind != "ok" for _, _, kind in wrong) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

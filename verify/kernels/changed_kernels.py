@@ -1,0 +1,64 @@
+"""Kernels whose source was changed, compiled in a process of its own: what the model checker says of each."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from ...core.base.files import read_text
+from .barrier_mutants import KERNEL_MUTANTS
+
+KERNELS = Path(__file__).resolve().parents[2] / "backend" / "kernels"
+FILES = ("peers", "tree", "meet", "collectives")
+ARCHITECTURE = 90
+UNCHANGED = "unchanged"
+
+
+def check_changed_kernels() -> dict[str, str]:
+    """What the checker says of an all-gather over each of `KERNEL_MUTANTS`, and over `meet` as it is."""
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"kernels are not compiled: {done.stderr[-2000:]}")
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """The process of `check_changed_kernels`."""
+    from ...backend.kernels.catalog import kernel
+    from .assembly import assembled
+    from .floors import check_compiled
+
+    meet = read_text(str(KERNELS / "meet.py"))
+    texts = {UNCHANGED: meet, **{mutant.name: mutant.applied(meet) for mutant in KERNEL_MUTANTS}}
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, text) in enumerate(texts.items()):
+            collectives = _with_meet(text, Path(folder) / f"changed_{number}")
+            changed = replace(kernel("all_gather"), function=collectives.all_gather)
+            found[name] = check_compiled(assembled(changed, ARCHITECTURE).ptx).kind
+    json.dump(found, sys.stdout)
+
+
+def _with_meet(text: str, folder: Path) -> ModuleType:
+    """The collectives over another `meet`, in a package of their own beside the real one: Triton reads the files."""
+    folder.mkdir()
+    for name in FILES:
+        (folder / f"{name}.py").write_text(text if name == "meet" else read_text(str(KERNELS / f"{name}.py")))
+    package = f"{__package__.rpartition('.verify.')[0]}.backend.{folder.name}"
+    (folder / "__init__.py").touch()
+    for name in ("__init__", *FILES):
+        full = package if name == "__init__" else f"{package}.{name}"
+        spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full] = module
+        spec.loader.exec_module(module)
+    return module
