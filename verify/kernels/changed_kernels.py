@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _with_meet(text: str, folder: Path) -> ModuleType:
-    """The collectives over another `meet`, in a package of their own beside the real one: Triton reads the files."""
+    """The collectives over another `meet`, as modules with files of their own, which Triton reads."""
     folder.mkdir()
     for name in FILES:
         (folder / f"{name}.py").write_text(text if name == "meet" else read_text(str(KERNELS / f"{name}.py")))
