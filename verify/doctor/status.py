@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...core.base.files import read_text, write_text
-from ..kernels.barrier_mutants import C_MUTANTS, KERNEL_MUTANTS, TABLE_MUTANTS, check_c
+from ..kernels.barrier_mutants import C_MUTANTS, KERNEL_MUTANTS, TABLE_MUTANTS, found_in_c
 from ..kernels.changed_kernels import check_changed_kernels
 from ..kernels.floors import HOLDS, Found, kernel_floors
 from .report import Report, read_report
@@ -38,7 +38,7 @@ def wrong_on_purpose() -> list[tuple[str, str, str]]:
     kernels = check_changed_kernels()
     return [
         *((each.name, "the table", each.check().kind) for each in TABLE_MUTANTS),
-        *((each.name, "the C code", check_c(each.applied(source)).kind) for each in C_MUTANTS if source is not None),
+        *((each.name, "the C code", found_in_c(each.applied(source))) for each in C_MUTANTS if source is not None),
         *((each.name, "a kernel's source", kernels[each.name]) for each in KERNEL_MUTANTS),
     ]
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from ...backend.kernels.kernel import Kernel
 from ...core.base.reduction import merges_of
-from .source_protocols import UnreadProtocol, ptx_protocol
 
 ARCHITECTURES = (80, 90, 100)
 """Compute capability times ten: A100, H100 and H200, B200."""
@@ -167,11 +166,3 @@ def main() -> None:
     kernels = [kernel for kernel in KERNELS if not names or kernel.name in names]
     found = [assembled(kernel, architecture) for kernel in kernels for architecture in architectures]
     json.dump([asdict(each) for each in found], sys.stdout)
-
-
-def orders(ptx: str) -> str:
-    """The steps of a compiled kernel as one line, or why they are not read."""
-    try:
-        return " ".join(f"{step.act}.{step.order}" for step in ptx_protocol(ptx))
-    except UnreadProtocol as error:
-        return str(error)

@@ -3,8 +3,11 @@ into the words of the table, and explored. Imports Triton."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +17,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ...backend.kernels.kernel import Kernel
-from ...backend.transport.symmetric.barrier import Step
+from ...backend.transport.symmetric.barrier import COLLECTIVES, Step
 from ...core.base.reduction import merges_of
 from .memory_model import Explored, Op, Program, explore
-from .protocols import SIZES, pad
-from .ptx_accesses import PADS, PRIVATE, TABLE, Access, Launch, UnreadProtocol, accesses
+from .protocols import SIZES, UnreadProtocol, pad, pads_of
+from .ptx_accesses import PADS, PRIVATE, TABLE, Access, Launch, accesses
 
 WIDTH, BLOCK = 4, 64
 """Elements of a row or of a part, and of a block. A rank has as many rows as there are ranks: each is somebody's."""
 
-TARGET = GPUTarget("cuda", 90, 32)
 AREA = 1 << 24
 """Bytes between two of the arrays that are a rank's own."""
 
@@ -43,7 +45,7 @@ class Compiled:
     names: tuple[str, ...]
 
 
-def compiled(kernel: Kernel, world_size: int) -> Compiled:
+def compiled(kernel: Kernel, world_size: int, architecture: int = 90) -> Compiled:
     """The kernel, with one node of the tree a rank and fp32 elements."""
     constants: dict[str, Any] = {
         "WORLD": world_size,
@@ -59,7 +61,7 @@ def compiled(kernel: Kernel, world_size: int) -> Compiled:
     }
     used = {each.name: constants[each.name] for each in parameters if each.is_constexpr}
     source = ASTSource(fn=kernel.function, signature=signature, constexprs=used)
-    ptx = str(triton.compile(source, target=TARGET, options=kernel.options).asm["ptx"])
+    ptx = str(triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=kernel.options).asm["ptx"])
     return Compiled(kernel, world_size, ptx, tuple(each.name for each in parameters if not each.is_constexpr))
 
 
@@ -190,16 +192,14 @@ def _with_waits(found: Sequence[Access]) -> list[tuple[Access, int]]:
     return numbered
 
 
-def check_kernel(kernels: Mapping[int, Compiled]) -> Explored:
-    """A kernel compiled for the numbers of ranks of `SIZES`, explored place by place: what is wrong first, or all
-    states."""
+def check_kernel(found: BlockAccesses, num_rounds: int) -> Explored:
+    """What a block does on all ranks, explored place by place: what is wrong first, or all states."""
     num_states = 0
-    for world_size, num_rounds in SIZES:
-        for programs in programs_of(block_accesses(kernels[world_size]), num_rounds).values():
-            found = explore(programs)
-            num_states += found.num_states
-            if not found.ok:
-                return found
+    for programs in programs_of(found, num_rounds).values():
+        explored = explore(programs, reset=pads_of(programs))
+        num_states += explored.num_states
+        if not explored.ok:
+            return explored
     return Explored("ok", num_states)
 
 
@@ -216,3 +216,50 @@ def crossing(compiled: Compiled, num_blocks: int = 2) -> list[Place]:
                     if access.kind == "write":
                         written[access.owner, access.offset].add(block)
     return sorted(place for place, blocks in written.items() if len(blocks | used[place]) > 1)
+
+
+def what_is_wrong(kernel: Kernel, architecture: int = 90) -> str:
+    """Of a kernel as it is compiled for each of `SIZES`: what its exploration found, or how it is not the table's
+    protocol; empty for nothing."""
+    try:
+        words = (_wrong_of(kernel, size, architecture) for size in SIZES)
+        return next((each for each in words if each), "")
+    except UnreadProtocol as error:
+        return f"refused: {error}"
+
+
+def _wrong_of(kernel: Kernel, size: tuple[int, int], architecture: int) -> str:
+    world_size, num_rounds = size
+    made = compiled(kernel, world_size, architecture)
+    found = block_accesses(made)
+    explored = check_kernel(found, num_rounds)
+    if not explored.ok:
+        return f"{explored.kind}: {'; '.join(explored.trace)}"
+    if (steps := steps_of(found)) != COLLECTIVES[kernel.name][1:]:
+        return f"other steps than the table's: {' '.join(f'{step.act}.{step.order}' for step in steps)}"
+    writes = size == SIZES[0] and any(access.kind == "write" for access in found[0])
+    places = crossing(made) if writes else []
+    return f"blocks use what others write: {places[:4]}" if places else ""
+
+
+def check_kernels(names: Sequence[str] = (), architectures: Iterable[int] = (90,)) -> dict[str, str]:
+    """`what_is_wrong` with each kernel of those names, of the whole catalog without, for the first architecture where
+    something is. They are compiled in a process of its own, which Triton's compiler may fill with its messages."""
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"]
+    asked = json.dumps([list(names), list(architectures)])
+    done = subprocess.run(command, input=asked, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"kernels are not compiled: {done.stderr[-2000:]}")
+    return dict(json.loads(done.stdout))
+
+
+def main() -> None:
+    """The process of `check_kernels`: names and architectures on standard input, what is wrong on standard output."""
+    from ...backend.kernels.catalog import KERNELS
+
+    names, architectures = json.loads(sys.stdin.read())
+    found = {}
+    for kernel in (each for each in KERNELS if not names or each.name in names):
+        wrong = ((architecture, what_is_wrong(kernel, architecture)) for architecture in architectures)
+        found[kernel.name] = next((f"sm_{architecture}: {words}" for architecture, words in wrong if words), "")
+    json.dump(found, sys.stdout)

@@ -12,7 +12,7 @@ over, a load is begun.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,10 +38,10 @@ Program = tuple[Op, ...]
 
 @dataclass(frozen=True)
 class Explored:
-    """How many states there are, and what is wrong in one: `trace` leads to it. `kind` is ok, wrong data, deadlock, or
-    too many states."""
+    """How many states there are, and what is wrong in one: `trace` leads to it. `kind` is ok, wrong data, deadlock (who
+    waits can never go on), pad not reset (all are done, and a signal is left), or too many states."""
 
-    kind: Literal["ok", "wrong data", "deadlock", "too many states"]
+    kind: Literal["ok", "wrong data", "deadlock", "pad not reset", "too many states"]
     num_states: int
     trace: tuple[str, ...] = ()
 
@@ -64,8 +64,9 @@ class _Rank:
 State = tuple[tuple[_Rank, ...], tuple[tuple[str, int], ...]]
 
 
-def explore(programs: Sequence[Program], most_states: int = MOST_STATES) -> Explored:
-    """All states that the programs can reach from places that are all 0, in an order that is always the same."""
+def explore(programs: Sequence[Program], most_states: int = MOST_STATES, reset: Collection[str] = ()) -> Explored:
+    """All states that the programs can reach from places that are all 0, in an order that is always the same. The
+    places in `reset` must be 0 again when all are done."""
     first: State = (tuple(_settled(program, _Rank()) for program in programs), ())
     before: dict[State, tuple[State, str] | None] = {first: None}
     queue = deque([first])
@@ -74,10 +75,12 @@ def explore(programs: Sequence[Program], most_states: int = MOST_STATES) -> Expl
         moves = list(_moves(programs, state))
         ranks = state[0]
         if not moves and any(rank.next < len(program) for rank, program in zip(ranks, programs, strict=True)):
-            return Explored("deadlock", len(before), _trace(before, state))
+            return Explored("deadlock", len(before), trace(before, state))
+        if not moves and any(value and place in reset for place, value in state[1]):
+            return Explored("pad not reset", len(before), trace(before, state))
         for what, after in moves:
             if after is None:
-                return Explored("wrong data", len(before), (*_trace(before, state), what))
+                return Explored("wrong data", len(before), (*trace(before, state), what))
             if after not in before:
                 before[after] = (state, what)
                 queue.append(after)
@@ -86,7 +89,9 @@ def explore(programs: Sequence[Program], most_states: int = MOST_STATES) -> Expl
     return Explored("ok", len(before))
 
 
-def _trace(before: Mapping[State, tuple[State, str] | None], state: State) -> tuple[str, ...]:
+def trace(before: Mapping[Any, tuple[Any, str] | None], state: Any) -> tuple[str, ...]:
+    """The steps to a state from the first one: `before` has of each state the one before it and the step, of the first
+    None."""
     found = []
     while (step := before[state]) is not None:
         state, what = step

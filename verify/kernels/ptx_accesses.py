@@ -12,18 +12,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from ...backend.transport.symmetric.barrier import SCOPE, Order
+from .protocols import UnreadProtocol
 from .ptx_numbers import Value, calculated
 
 TABLE, PADS, PRIVATE, BUFFER, PAD = (1 << 40, 1 << 41, 1 << 42, 1 << 44, 1 << 45)
 RANK_BYTES = 1 << 32
 MOST_STEPS = 2_000_000
-
-
-class UnreadProtocol(ValueError):
-    """The code says something that the reader has no step for."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,22 @@ _LABEL = re.compile(r"(\$\w+):")
 _ATOMIC = re.compile(r"atom\.global\.(relaxed|acquire|release)\.(\w+)\.cas\.b32")
 _WIDTH = re.compile(r"(?:ld|st)\.global(?:\.v(\d))?\.[bsuf](\d+)")
 _SKIPPED = re.compile(r"\.(reg|loc|file|pragma|extern|shared)\b|[{}]$")
-_REFUSED = ("atom", "red", "multimem", "fence", "membar", "ld", "st", "cp", "bar", "barrier", "call", "mbarrier")
+_ACCESSES = {
+    "atom",
+    "red",
+    "multimem",
+    "fence",
+    "membar",
+    "ld",
+    "ldu",
+    "st",
+    "cp",
+    "bar",
+    "barrier",
+    "call",
+    "mbarrier",
+}
+"""Instructions that are no calculation of a thread."""
 
 
 def accesses(ptx: str, launch: Launch) -> list[Access]:
@@ -168,12 +181,15 @@ class _Thread:
         return bool(value) != line.guard.startswith("!")
 
     def _value(self, operand: str) -> Value:
-        if operand in self.registers or not re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)", operand):
-            return self.registers.get(operand)
-        return int(operand, 0)
+        return self.registers[operand] if operand in self.registers else _constant(operand)
 
     def _step(self, line: _Line) -> None:
-        if found := _ATOMIC.fullmatch(line.opcode):
+        if line.opcode.partition(".")[0] not in _ACCESSES:
+            target, *sources = line.operands
+            value = calculated(line.opcode, [self._value(source) for source in sources])
+            for register in _registers(target):
+                self.registers[register] = value
+        elif found := _ATOMIC.fullmatch(line.opcode):
             self._swap(line, found.group(1), found.group(2))
         elif line.opcode.startswith("ld.param"):
             index = int(line.operands[1].strip("[] ").rpartition("_")[2])
@@ -183,20 +199,15 @@ class _Thread:
             self._global(line, int(found.group(1) or 1), int(found.group(2)) // 8)
         elif line.opcode.startswith(("ld.shared", "st.shared")):
             self._shared(line)
-        elif line.opcode.split(".")[0] in _REFUSED:
-            raise UnreadProtocol(f"{line.text}: the reader does not know this access.")
         else:
-            target, *sources = line.operands
-            value = calculated(line.opcode, [self._value(source) for source in sources])
-            for register in _registers(target):
-                self.registers[register] = value
+            raise UnreadProtocol(f"{line.text}: the reader does not know this access.")
 
     def _address(self, line: _Line, operand: str) -> int:
-        base, _, offset = operand.strip("[] ").partition("+")
-        value = self._value(base.strip())
+        base, offset = _place(operand)
+        value = self._value(base)
         if value is None:
             raise UnreadProtocol(f"{line.text}: the address is unknown.")
-        return value + int(offset or 0)
+        return value + offset
 
     def _swap(self, line: _Line, order: str, scope: str) -> None:
         if scope != SCOPE:
@@ -240,6 +251,19 @@ class _Thread:
                 self.block.shared[address + index * width] = self._value(register)
 
 
+@cache
+def _constant(operand: str) -> Value:
+    return int(operand, 0) if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)", operand) else None
+
+
+@cache
+def _place(operand: str) -> tuple[str, int]:
+    """Of `[ %rd1 + 4 ]` the register and the offset."""
+    base, _, offset = operand.strip("[] ").partition("+")
+    return base.strip(), int(offset or 0)
+
+
+@cache
 def _registers(operand: str) -> list[str]:
     return [register.strip() for register in re.split(r"[,|]", operand.strip("{} "))]
 

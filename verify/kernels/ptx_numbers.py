@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 
 Value = int | None
 """None is unknown: a floating-point number, or made from something unknown."""
@@ -27,8 +28,7 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 
 def calculated(opcode: str, operands: Sequence[Value]) -> Value:
     """The result of an instruction, as an unsigned number of its width; None where it is unknown."""
-    name, *rest = opcode.split(".")
-    kind = rest[-1] if rest else ""
+    name, rest, kind = _parts(opcode)
     if kind == "pred":
         return _of_predicates(name, operands)
     if kind[:1] not in ("b", "s", "u") or not kind[1:].isdigit():
@@ -44,6 +44,13 @@ def calculated(opcode: str, operands: Sequence[Value]) -> Value:
     if result is None or name == "setp":
         return result
     return result % (1 << (2 * width if "wide" in rest else int(rest[0][1:]) if name == "cvt" else width))
+
+
+@cache
+def _parts(opcode: str) -> tuple[str, list[str], str]:
+    """The name, the other parts, and the last one, which is the type."""
+    name, *rest = opcode.split(".")
+    return name, rest, rest[-1] if rest else ""
 
 
 def _combined(name: str, rest: Sequence[str], numbers: Sequence[int], width: int) -> Value:
