@@ -105,8 +105,7 @@ class _Block:
             going = arrived[0] is not None
             if any(line != arrived[0] for line in arrived):
                 raise UnreadProtocol("the threads of a block do not come to the same barrier.")
-            if self.swapping and self.reading - self.swapping:
-                raise UnreadProtocol("no barrier of the block lies between a swap and another thread's access.")
+            self._apart()
             self.swapping, self.reading = set(), set()
         if self.failed:
             raise UnreadProtocol(f"{self.failed}: a swap that failed is not tried again.")
@@ -125,8 +124,13 @@ class _Block:
 
     def data(self, access: Access, thread: int) -> None:
         self.reading.add(thread)
+        self._apart()
         self._after(access)
         self.found.append(access)
+
+    def _apart(self) -> None:
+        if self.swapping and self.reading - self.swapping:
+            raise UnreadProtocol("no barrier of the block lies between a swap and another thread's access.")
 
     def _after(self, access: Access) -> None:
         if self.failed not in (None, access):
