@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,13 +95,16 @@ def test_a_check_whose_process_ends_has_failed() -> None:
     assert run_check(Check("sick", "", "nothing"), CPU).why.startswith("ended with exit code 1: ")
 
 
+def children() -> set[str]:
+    """Processes of this one: those of other tests too, such as the server of ranks."""
+    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
 def test_a_check_that_is_late_has_failed_and_leaves_no_process() -> None:
-    began = time.monotonic()
+    others = children()
     result = run_check(Check("slow", "", "transports:barriers", limit_s=0.3), CPU)
     assert (result.status, result.why) == ("failed", "not done within 0.3 s")
-    assert time.monotonic() - began < 5
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() <= others
 
 
 def test_a_check_in_its_process_gives_its_figure() -> None:
