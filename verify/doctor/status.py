@@ -44,6 +44,8 @@ def wrong_on_purpose() -> list[tuple[str, str, str]]:
 
 
 def _found(kind: str) -> str:
+    if kind == "refused":
+        return "the reader of the code: refused"
     return "**none**" if kind == "ok" else f"model-checked: {kind}"
 
 
