@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +186,51 @@ def test_memory_that_is_not_there_is_not_taken() -> None:
 def test_impossible_groups_are_refused(bases: tuple[int, ...], rank: int, slot_bytes: int) -> None:
     with pytest.raises(ValueError, match="2 to 64 members"):
         compiled.join(rank, bases, bases, slot_bytes, 64)
+
+
+SLOW_POLL = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <poll.h>
+#include <time.h>
+int poll(struct pollfd *asked, nfds_t count, int timeout) {
+    int (*real)(struct pollfd *, nfds_t, int) = dlsym(RTLD_NEXT, "poll");
+    struct timespec wait = {0, 200000000};
+    if (count == 1 && timeout == 0) nanosleep(&wait, 0);
+    return real(asked, count, timeout);
+}
+"""
+"""Whoever asks whether a peer has ended gets the answer late: meanwhile the peer acts and closes."""
+
+LAST_ACT = """
+import ctypes, os, sys, threading, time
+from shardproof.backend.transport.symmetric.heap import compiled
+size = compiled.region_size(2, 4096, 4096)
+memory = [ctypes.create_string_buffer(size + 64) for _ in range(2)]
+bases = tuple((ctypes.addressof(each) + 63) // 64 * 64 for each in memory)
+alive = os.pipe()[0]  # never readable: both live
+here, peer = (compiled.join(rank, bases, (alive, alive), 4096, 4096) for rank in range(2))
+pairs = {"posts": (compiled.wait_posted, compiled.post), "takes": (compiled.wait_taken, compiled.take)}
+waits, acts = pairs[sys.argv[1]]
+def last_act():
+    time.sleep(0.15)
+    acts(peer, 0)
+    compiled.close(peer)
+thread = threading.Thread(target=last_act)
+thread.start()
+print(waits(here, 1, 1, 5.0)[0])
+thread.join()
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("act", ["posts", "takes"])
+def test_what_a_peer_does_right_before_it_closes_is_heard(act: str, tmp_path: Path) -> None:
+    source, library = tmp_path / "slow_poll.c", tmp_path / "slow_poll.so"
+    source.write_text(SLOW_POLL)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_ACT, act], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

@@ -403,9 +403,10 @@ static End wait_for(Members *all, int peer, Signal *signal, uint32_t number, int
         }
         if (sleep_on(doorbell, rung)) continue;
         if (is_interrupted(thread)) return (End){INTERRUPTED, peer};
-        if (number_of(doorbell) != rung) continue;
-        if (has_ended(all->alive[peer])) return (End){GONE, peer};
-        if (number_of(own_signal(all, peer, OPEN))) return (End){CLOSED, peer};
+        int ended = has_ended(all->alive[peer]), closed = number_of(own_signal(all, peer, OPEN)) != 0;
+        if (number_of(doorbell) != rung) continue; /* what came before the peer's end counts */
+        if (ended) return (End){GONE, peer};
+        if (closed) return (End){CLOSED, peer};
         if (now_ns() > deadline) return (End){LATE, peer};
     }
 }
