@@ -107,5 +107,4 @@ def process_of(peer: Peer) -> int:
 
 
 def _launch(peer: Peer, function: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-    peer.ground.begin()
     peer.launch(Kernel("job", function, ("interpreted",)), 1, arguments, constants)
