@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from .meet import meet_at_entry, meet_at_exit
-from .peers import buffer_of
+from .peers import OF_RANKS, buffer_of
 from .tree import num_places, tree_of_peers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_RANKS)
 def all_gather(
     table: tl.uint64, pads: tl.uint64, out, n: tl.int64, rank: tl.int32, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -36,7 +36,7 @@ def all_gather(
     meet_at_exit(pads, rank, WORLD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_RANKS)
 def reduce_scatter(
     table: tl.uint64,
     pads: tl.uint64,
@@ -62,7 +62,7 @@ def reduce_scatter(
     meet_at_exit(pads, rank, WORLD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_RANKS)
 def all_reduce_one_shot(
     table: tl.uint64,
     pads: tl.uint64,
@@ -87,7 +87,7 @@ def all_reduce_one_shot(
     meet_at_exit(pads, rank, WORLD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_RANKS)
 def all_reduce_two_shot(
     table: tl.uint64,
     pads: tl.uint64,

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from .meet import meet_at_entry, meet_at_exit
-from .peers import buffer_of
+from .peers import OF_RANKS, buffer_of
 from .tree import num_places, tree_of_peers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_RANKS)
 def add_norm_gather(
     table: tl.uint64,
     pads: tl.uint64,

@@ -8,6 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+OF_RANKS = ("table", "pads", "rank")
+"""Arguments in which ranks differ. A kernel is compiled without looking at them, so all ranks run the same one."""
+
 
 @triton.jit
 def buffer_of(table, peer, dtype: tl.constexpr):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .meet import meet_at_entry, meet_at_exit
-from .peers import buffer_of
+from .peers import OF_RANKS, buffer_of
 from .tree import num_places, tree_of_peers
 
 UNITS = (16, 8, 4, 2, 1)
@@ -34,7 +34,7 @@ def bytes_of(unit):
     return min(unit, 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_RANKS)
 def gather_rows(
     table: tl.uint64,
     pads: tl.uint64,
@@ -79,7 +79,7 @@ def _gather(table, tensor, counts, WORLD: tl.constexpr, BLOCK: tl.constexpr, UNI
         before += n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_RANKS)
 def reduce_scatter_rows(
     table: tl.uint64,
     pads: tl.uint64,

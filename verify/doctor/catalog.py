@@ -39,9 +39,9 @@ def a_gpu(machine: Machine) -> str:
     return ""
 
 
-def linked_gpus(machine: Machine) -> str:
-    """Memory that ranks on GPUs share: one GPU, or several that NVLink joins."""
-    if why := a_gpu(machine):
+def meeting_gpus(machine: Machine) -> str:
+    """What our kernels need: Triton, and memory that ranks on GPUs share: one GPU, or several that NVLink joins."""
+    if why := a_gpu(machine) or triton(machine):
         return why
     if len(machine.gpus) > 1 and not machine.all_linked:
         return "NVLink does not join all GPUs of this host"
@@ -66,8 +66,11 @@ CHECKS = (
     Check("triton", "Triton loads", "kernels:triton"),
     Check("kernels", "kernels on the floors that are here", "kernels:floors", 120, triton),
     Check("gpu-products", "products by cuBLAS repeat their bits", "gpus:products", 120, a_gpu, on_gpu=True),
-    Check("gpu-barriers", "barriers of GPUs in shared memory", "gpus:barriers", 120, linked_gpus, (OVERLAP,), True),
-    Check("gpu-capture", "capture and replay with peers", "gpus:capture", 120, linked_gpus, (OVERLAP,), True),
-    Check("gpu-all-reduce", "all-reduces: NCCL's, torch's", "gpus:all_reduces", 120, linked_gpus, (OVERLAP,), True),
+    Check("gpu-kernels", "our kernels' cases on GPUs", "gpu_kernels:cases", 120, meeting_gpus, (OVERLAP,), True),
+    Check("gpu-barriers", "rounds of our barrier", "gpu_kernels:barriers", 120, meeting_gpus, (OVERLAP,), True),
+    Check("gpu-capture", "capture and replay with peers", "gpu_kernels:capture", 120, meeting_gpus, (OVERLAP,), True),
+    Check(
+        "gpu-all-reduce", "all-reduces: NCCL's, torch's, ours", "gpus:all_reduces", 120, meeting_gpus, (OVERLAP,), True
+    ),
     Check("gpu-step", "a tp2 step over NCCL is one device's", "training:step_on_gpus", 120, two_gpus, on_gpu=True),
 )

@@ -16,6 +16,8 @@ from .checks import Result, result_from
 VERSION = 1
 MOST_BYTES = 1 << 20
 MOST_ENTRIES = 1000
+OF_KERNELS = ("kernels", "gpu-kernels")
+"""Checks whose tables say of kernels on which floors they hold."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,11 @@ class Report:
 
     @property
     def kernels(self) -> dict[str, dict[str, str]]:
-        """Kernel -> floor -> what holds, from the table of the check of kernels."""
+        """Kernel -> floor -> what holds, from the tables of the checks of kernels, on CPUs and on GPUs."""
         found: dict[str, dict[str, str]] = {}
-        for each in self.results["kernels"].tables if "kernels" in self.results else ():
-            for kernel, floor, what in each.rows:
-                found.setdefault(str(kernel), {})[str(floor)] = str(what)
+        tables = [each for check in OF_KERNELS if check in self.results for each in self.results[check].tables]
+        for kernel, floor, what in (row for each in tables for row in each.rows):
+            found.setdefault(str(kernel), {})[str(floor)] = str(what)
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def run_case(peer: Peer, case: Case) -> Outcome:
         if peer.memory.rank == case.slow_rank:
             time.sleep(0.02)
         wrong += STORIES[case.kernel](peer, case, call)
-    return Outcome(wrong, int(peer.ground.own_pad.count_nonzero()))
+    return Outcome(wrong, int(peer.memory.own_pad.count_nonzero()))
 
 
 def few_cases(kernel: str, world_size: int, *, block: int = 64, num_blocks: int = 2) -> tuple[Case, ...]:

@@ -26,6 +26,7 @@ def launcher(ground: Ground) -> Launcher:
     mend(ground.failed)
 
     def launch(kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+        ground.begin()
         kernel.function[(num_blocks,)](**arguments, **constants)
 
     return launch

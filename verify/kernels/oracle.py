@@ -43,8 +43,9 @@ class Sum:
 
 
 def different_bits(got: Tensor, want: Tensor) -> int:
-    """How many bits two tensors of equal shape and type differ in."""
+    """How many bits two tensors of equal shape and type differ in; `got` may be on a device."""
     assert got.shape == want.shape and got.dtype == want.dtype
+    got = got.cpu()
     bits = torch.bitwise_xor(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
     return sum(int((bits >> place & 1).sum()) for place in range(8))
 

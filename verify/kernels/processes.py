@@ -56,24 +56,14 @@ class StillWaiting(RuntimeError):
 
 class Ground:
     """What a floor's launcher stands on in a peer: its view of the memory, where every rank's buffer and pad begin in
-    this process, its own pad (int32), and what to do while a signal has not come."""
+    this process, and what to do while a signal has not come."""
 
     def __init__(self, rank: int, mapped: Sequence[Mapped], patience_s: float):
         self.pads = tuple(each.address for each in mapped)
         self.buffers = tuple(address + PAD_BYTES for address in self.pads)
         self._mapped = mapped
-        self._tables = torch.tensor([self.buffers, self.pads], dtype=torch.int64)
         whole = torch.frombuffer(mapped[rank].view, dtype=torch.uint8)
-        self.own_pad = whole[:PAD_BYTES].view(torch.int32)
-        self.memory = SymmetricMemory(
-            rank=rank,
-            world_size=len(mapped),
-            own=whole[PAD_BYTES:],
-            table=self._tables[0].data_ptr(),
-            pads=self._tables[1].data_ptr(),
-            pad_bytes=PAD_BYTES,
-            multicast=MULTICAST,
-        )
+        self.memory = SymmetricMemory.of(rank, whole, self.pads, PAD_BYTES, MULTICAST - PAD_BYTES)
         self.patience_s = patience_s
         self.begin()
 
@@ -98,15 +88,10 @@ class Ground:
 
 @dataclass(frozen=True)
 class Peer:
-    """One rank in its process: its memory and how it runs kernels."""
+    """One rank in its process: its memory, on a device or not, and how it runs kernels."""
 
-    ground: Ground
+    memory: SymmetricMemory
     launch: Launcher
-
-    @property
-    def memory(self) -> SymmetricMemory:
-        """What a kernel is given."""
-        return self.ground.memory
 
 
 Job = Callable[..., Any]
@@ -263,7 +248,7 @@ def serve(connections: list[int], floor: str, patience_s: float) -> None:
 def clear(peer: Peer) -> None:
     """A job: own pad and buffer at 0."""
     peer.memory.own.zero_()
-    peer.ground.own_pad.zero_()
+    peer.memory.own_pad.zero_()
 
 
 def _still_waiting(error: BaseException | None) -> StillWaiting | None:
@@ -288,7 +273,7 @@ def _peer(rank: int, connection: Connection, make_launcher: Callable[[Ground], L
             return
         ground = Ground(rank, mapped[:world_size], patience_s)
         try:
-            answer = ("done", job(Peer(ground, make_launcher(ground)), *arguments))
+            answer = ("done", job(Peer(ground.memory, make_launcher(ground)), *arguments))
         except Exception as error:
             late = _still_waiting(error)
             answer = ("raised", traceback.format_exc()) if late is None else ("waits", (late.awaited, str(late)))

@@ -17,7 +17,7 @@ from .processes import Peer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
-UNWRITTEN = 7.0
+UNWRITTEN = 7
 EPS = 1e-5
 
 
@@ -63,9 +63,8 @@ Story = Callable[[Peer, Case, int], int]
 
 
 def run(peer: Peer, case: Case, arguments: Mapping[str, Any], **constants: Any) -> None:
-    """Launches the kernel of a case."""
+    """Launches the kernel of a case. Tensors are on the device of the peer's memory."""
     memory = peer.memory
-    peer.ground.begin()
     peer.launch(
         catalog.kernel(case.kernel),
         case.num_blocks,
@@ -80,9 +79,14 @@ def share(peer: Peer, values: Tensor, at: int = 0) -> None:
     peer.memory.own[at : at + flat.numel() * flat.element_size()].view(flat.dtype).copy_(flat)
 
 
-def unwritten(n: int, dtype: torch.dtype) -> Tensor:
+def unwritten(peer: Peer, n: int, dtype: torch.dtype) -> Tensor:
     """A result that no kernel has written yet."""
-    return torch.full((n,), UNWRITTEN, dtype=dtype)
+    return torch.full((n,), UNWRITTEN, dtype=dtype, device=peer.memory.own.device)
+
+
+def here(peer: Peer, values: Tensor) -> Tensor:
+    """`values` where the peer's kernels can read them."""
+    return values.to(peer.memory.own.device)
 
 
 def share_leaves(peer: Peer, case: Case, call: int, n: int) -> tuple[Tensor, dict[str, Any]]:
@@ -104,7 +108,7 @@ def all_gather(peer: Peer, case: Case, call: int) -> int:
     """The parts of all ranks one after the other."""
     parts = [numbers((call, rank, case.n), case.n, case.type) for rank in case.ranks]
     share(peer, parts[peer.memory.rank])
-    out = unwritten(case.world_size * case.n, case.type)
+    out = unwritten(peer, case.world_size * case.n, case.type)
     run(peer, case, {"out": out, "n": case.n})
     return different_bits(out, torch.cat(parts))
 
@@ -112,7 +116,7 @@ def all_gather(peer: Peer, case: Case, call: int) -> int:
 def reduce_scatter(peer: Peer, case: Case, call: int) -> int:
     """This rank's part of the canonical sum."""
     total, constants = share_leaves(peer, case, call, case.world_size * case.n)
-    out = unwritten(case.n, case.type)
+    out = unwritten(peer, case.n, case.type)
     run(peer, case, {"out": out, "n": case.n}, **constants)
     first = peer.memory.rank * case.n
     return different_bits(out, total[first : first + case.n].to(case.type))
@@ -121,7 +125,7 @@ def reduce_scatter(peer: Peer, case: Case, call: int) -> int:
 def all_reduce(peer: Peer, case: Case, call: int) -> int:
     """The canonical sum, whole."""
     total, constants = share_leaves(peer, case, call, case.n)
-    out = unwritten(case.n, case.type)
+    out = unwritten(peer, case.n, case.type)
     run(peer, case, {"out": out, "n": case.n}, **constants)
     return different_bits(out, total.to(case.type))
 
@@ -142,7 +146,7 @@ def gather_rows(peer: Peer, case: Case, call: int) -> int:
         ]
         for part, (width, dtype) in enumerate(zip(widths, types, strict=True))
     ]
-    outs = [torch.full((sum(counts) * width,), 7, dtype=dtype) for width, dtype in zip(widths, types, strict=True)]
+    outs = [unwritten(peer, sum(counts) * width, dtype) for width, dtype in zip(widths, types, strict=True)]
     table, begin = [], 0
     for part, (out, width) in enumerate(zip(outs, widths, strict=True)):
         table.append([begin, width * out.element_size(), out.data_ptr()])
@@ -151,7 +155,7 @@ def gather_rows(peer: Peer, case: Case, call: int) -> int:
     run(
         peer,
         case,
-        {"tensors": torch.tensor(table), "counts": torch.tensor(counts, dtype=torch.int32)},
+        {"tensors": here(peer, torch.tensor(table)), "counts": here(peer, torch.tensor(counts, dtype=torch.int32))},
         UNITS_OF=tuple(unit_of(row_bytes) for _, row_bytes, _ in table),
     )
     return sum(different_bits(out, torch.cat(parts)) for out, parts in zip(outs, rows, strict=True))
@@ -161,11 +165,11 @@ def reduce_scatter_rows(peer: Peer, case: Case, call: int) -> int:
     """The canonical sum of this rank's tokens."""
     counts, rank = token_counts(case, call), peer.memory.rank
     total, constants = share_leaves(peer, case, call, sum(counts) * case.width)
-    out = unwritten(counts[rank] * case.width, case.type)
+    out = unwritten(peer, counts[rank] * case.width, case.type)
     run(
         peer,
         case,
-        {"out": out, "counts": torch.tensor(counts, dtype=torch.int32), "width": case.width},
+        {"out": out, "counts": here(peer, torch.tensor(counts, dtype=torch.int32)), "width": case.width},
         **constants,
     )
     first = sum(counts[:rank]) * case.width
@@ -182,15 +186,15 @@ def add_norm_gather(peer: Peer, case: Case, call: int) -> int:
     new = (total.to(leaf).float() + residual.float()).to(case.type).view(tokens, hidden)
     rows = -(-tokens // case.world_size)
     own = slice(min(tokens, peer.memory.rank * rows), min(tokens, (peer.memory.rank + 1) * rows))
-    shard = residual.view(tokens, hidden)[own].clone()
-    out = unwritten(tokens * hidden, case.type)
+    shard = here(peer, residual.view(tokens, hidden)[own].clone())
+    out = unwritten(peer, tokens * hidden, case.type)
     run(
         peer,
         case,
-        {"residual": shard, "weight": weight, "out": out, "tokens": tokens, "hidden": hidden, "eps": EPS},
+        {"residual": shard, "weight": here(peer, weight), "out": out, "tokens": tokens, "hidden": hidden, "eps": EPS},
         **constants,
     )
-    return different_bits(shard, new[own]) + beyond(out.view(tokens, hidden), rms_norm(new, weight, EPS))
+    return different_bits(shard, new[own]) + beyond(out.cpu().view(tokens, hidden), rms_norm(new, weight, EPS))
 
 
 STORIES: dict[str, Story] = {

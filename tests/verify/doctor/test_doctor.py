@@ -19,15 +19,18 @@ from shardproof.verify.doctor.checks import Check, Result, Table, run_check
 from shardproof.verify.doctor.machine import Machine, linked
 from shardproof.verify.doctor.report import Report, read_report
 
-VERSIONS = {"shardproof": "0.1.0", "torch": "2.11.0"}
+VERSIONS = {"shardproof": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"}
 CPU = Machine("a CPU", 2, versions=VERSIONS, why_no_gpu="torch 2.11.0 is built without CUDA")
 ONE = Machine("a CPU", 16, versions=VERSIONS, gpus=("NVIDIA H200",))
 PAIRS = tuple((one, other) for one in range(8) for other in range(one + 1, 8))
 LINKED = replace(ONE, gpus=("NVIDIA H100",) * 8, links=PAIRS)
 MACHINES = {
     "CPU only": (CPU, set()),
-    "one GPU": (ONE, {"gpu-products", "gpu-barriers", "gpu-capture", "gpu-all-reduce"}),
-    "8 GPUs, NVLink": (LINKED, {"gpu-products", "gpu-barriers", "gpu-capture", "gpu-all-reduce", "gpu-step"}),
+    "one GPU": (ONE, {"gpu-products", "gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce"}),
+    "8 GPUs, NVLink": (
+        LINKED,
+        {"gpu-products", "gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce", "gpu-step"},
+    ),
     "8 GPUs without it": (replace(LINKED, links=()), {"gpu-products", "gpu-step"}),
     "NVLink in pairs": (replace(LINKED, links=((0, 1), (2, 3))), {"gpu-products", "gpu-step"}),
 }
