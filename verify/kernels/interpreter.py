@@ -16,6 +16,7 @@ from triton.runtime import interpreter
 
 from ...backend.kernels.kernel import Kernel, Launcher
 from .processes import Ground
+from .roundings import narrowed, widened
 
 Handle = interpreter.TensorHandle
 Builder = interpreter.InterpreterBuilder
@@ -29,20 +30,6 @@ def launcher(ground: Ground) -> Launcher:
         kernel.function[(num_blocks,)](**arguments, **constants)
 
     return launch
-
-
-def widened(bits: np.ndarray) -> np.ndarray:
-    """The float32 values of bf16 `bits` (uint16)."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def narrowed(values: np.ndarray) -> np.ndarray:
-    """The bf16 bits (uint16) of float32 `values`, rounded to nearest even; a NaN becomes the one that a GPU makes."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    rounded = ((bits + half) >> np.uint32(16)).astype(np.uint16)
-    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.where(is_nan, np.uint16(0x7FFF), rounded).reshape(np.shape(values))
 
 
 def mend(failed: Callable[[int], None]) -> None:

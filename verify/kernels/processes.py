@@ -22,12 +22,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from ...backend.kernels.kernel import Launcher
 from ...backend.transport.symmetric.heap import Mapped, Neighbour, Region, SharedMemoryHeap
 from ...backend.transport.symmetric.view import SymmetricMemory
 
 INTERPRETED = "shardproof.verify.kernels.interpreter:launcher"
+PTX_EXECUTED = "shardproof.verify.kernels.ptx_floor:launcher"
 BUFFER_BYTES = 1 << 20
 PAD_BYTES = 1 << 12
 MULTICAST = 1 << 60
@@ -77,8 +79,10 @@ class Ground:
         self.patience_s = patience_s
         self.begin()
 
-    def begin(self) -> None:
-        """A launch begins: its patience is whole."""
+    def begin(self, reached: Sequence[Tensor] = ()) -> None:
+        """A launch begins: its patience is whole. `reached` are tensors whose addresses it finds in memory, other than
+        its arguments."""
+        self.reached = tuple(reached)
         self._deadline = time.monotonic() + self.patience_s
 
     def failed(self, address: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +62,12 @@ Story = Callable[[Peer, Case, int], int]
 """One call of a case, numbered: how many bits of its results are wrong."""
 
 
-def run(peer: Peer, case: Case, arguments: Mapping[str, Any], **constants: Any) -> None:
-    """Launches the kernel of a case."""
+def run(
+    peer: Peer, case: Case, arguments: Mapping[str, Any], *, reached: Sequence[Tensor] = (), **constants: Any
+) -> None:
+    """Launches the kernel of a case. `reached` are tensors whose addresses it finds in memory."""
     memory = peer.memory
-    peer.ground.begin()
+    peer.ground.begin(reached)
     peer.launch(
         catalog.kernel(case.kernel),
         case.num_blocks,
@@ -152,6 +154,7 @@ def gather_rows(peer: Peer, case: Case, call: int) -> int:
         peer,
         case,
         {"tensors": torch.tensor(table), "counts": torch.tensor(counts, dtype=torch.int32)},
+        reached=outs,
         UNITS_OF=tuple(unit_of(row_bytes) for _, row_bytes, _ in table),
     )
     return sum(different_bits(out, torch.cat(parts)) for out, parts in zip(outs, rows, strict=True))
