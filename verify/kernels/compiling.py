@@ -69,14 +69,14 @@ def code_of_launch(
     bind = create_function_from_signature(function.signature, function.params, backend)
     given = {**arguments, **constants}
     bound, specialization, _ = bind(**given)
-    key = (function, architecture, repr(sorted(kernel.options.items())), repr(sorted(constants.items())))
-    key = (*key, repr(specialization))
+    described = (sorted(kernel.options.items()), sorted(constants.items()), specialization)
+    key = (function, architecture, repr(described))
     if key not in _CODE:
         options = dict(kernel.options)
         _, types, compiled_in, attributes = function._pack_args(
             backend, {**given, **options}, bound, specialization, options
         )
-        with _one_process(repr((kernel.name, function.cache_key, *key[1:]))):
+        with _one_process(repr((kernel.name, function.cache_key, architecture, described))):
             made = compiled(kernel, types, compiled_in, attributes, architecture=architecture)
         _CODE[key] = _launch_code(kernel, made, types)
     return _CODE[key]

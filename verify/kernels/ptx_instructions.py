@@ -14,6 +14,7 @@ from functools import cache
 
 import numpy as np
 
+from .ptx_whole import chosen_bytes, cut_quotient, field_of, high_half
 from .roundings import (
     canonical_nan,
     fused,
@@ -83,8 +84,7 @@ def _arithmetic(name: str, rest: Sequence[str]) -> Calculation | None:
 
 def _quietly(function: Function) -> Function:
     def calculate(*operands: Array) -> Array:
-        with np.errstate(all="ignore"):
-            return canonical_nan(function(*operands))
+        return canonical_nan(function(*operands))
 
     return calculate
 
@@ -111,29 +111,13 @@ def _product(name: str, rest: Sequence[str]) -> Calculation | None:
     wide = dtype_of(target)
     products: dict[str, Function] = {
         "lo": np.multiply,
-        "hi": _high_half,
+        "hi": high_half,
         "wide": lambda a, b: a.astype(wide) * b.astype(wide),
     }
     product = products[part]
     if name == "mul":
         return Calculation(product, (kind, kind), target)
     return Calculation(lambda a, b, c: product(a, b) + c, (kind, kind, target), target)
-
-
-def _high_half(a: Array, b: Array) -> Array:
-    """The upper half of a product."""
-    width = a.dtype.itemsize * 8
-    if width < 64:
-        wide = np.dtype(np.int64 if a.dtype.kind == "i" else np.uint64)
-        return (a.astype(wide) * b.astype(wide) >> wide.type(width)).astype(a.dtype)
-    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    x, y = a.view(np.uint64), b.view(np.uint64)
-    x0, x1, y0, y1 = x & low, x >> half, y & low, y >> half
-    middle = (x0 * y0 >> half) + (x1 * y0 & low) + (x0 * y1 & low)
-    high = x1 * y1 + (x1 * y0 >> half) + (x0 * y1 >> half) + (middle >> half)
-    if a.dtype.kind == "i":
-        high = high - np.where(a < 0, y, 0).astype(np.uint64) - np.where(b < 0, x, 0).astype(np.uint64)
-    return high.view(a.dtype)
 
 
 def _quotient(name: str, rest: Sequence[str]) -> Calculation | None:
@@ -143,13 +127,7 @@ def _quotient(name: str, rest: Sequence[str]) -> Calculation | None:
         return Calculation(_SINGLE[name], ("f32", "f32") if name == "div" else ("f32",), "f32")
     if len(rest) != 1 or name not in ("div", "rem") or not _is_whole(kind, "su"):
         return None
-    return Calculation(_cut_quotient if name == "div" else np.fmod, (kind, kind), kind)
-
-
-def _cut_quotient(a: Array, b: Array) -> Array:
-    with np.errstate(divide="ignore", over="ignore"):
-        quotient = a // b
-        return quotient + ((np.fmod(a, b) != 0) & ((a < 0) != (b < 0)))
+    return Calculation(cut_quotient if name == "div" else np.fmod, (kind, kind), kind)
 
 
 def _bitwise(name: str, rest: Sequence[str]) -> Calculation | None:
@@ -226,7 +204,11 @@ def _choice(name: str, rest: Sequence[str]) -> Calculation | None:
     kind = rest[-1]
     if len(rest) != 1 or not (_is_whole(kind) or kind == "f32"):
         return None
-    return Calculation(lambda a, b, condition: np.where(condition, a, b), (kind, kind, "pred"), kind)
+    return Calculation(_chosen, (kind, kind, "pred"), kind)
+
+
+def _chosen(a: Array, b: Array, condition: Array) -> Array:
+    return np.where(condition, a, b)
 
 
 def _move(name: str, rest: Sequence[str]) -> Calculation | None:
@@ -254,35 +236,10 @@ def _conversion(name: str, rest: Sequence[str]) -> Calculation | None:
     return None
 
 
-def _field(name: str, rest: Sequence[str]) -> Calculation | None:
-    """Bits from a position on, as many as a length."""
-    if rest != ["u32"]:
-        return None
-
-    def extracted(values: Array, position: Array, length: Array) -> Array:
-        wide = values.astype(np.uint64) >> np.minimum(position & np.uint32(0xFF), 32).astype(np.uint64)
-        count = np.minimum(length & np.uint32(0xFF), 32).astype(np.uint64)
-        return (wide & ((np.uint64(1) << count) - np.uint64(1))).astype(np.uint32)
-
-    return Calculation(extracted, ("u32", "u32", "u32"), "u32")
-
-
-def _permutation(name: str, rest: Sequence[str]) -> Calculation | None:
-    """Four bytes out of eight, each chosen by four bits, of which the highest asks for the sign alone."""
-    if rest != ["b32"]:
-        return None
-
-    def permuted(low: Array, high: Array, selector: Array) -> Array:
-        both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
-        result = np.zeros(np.broadcast_shapes(low.shape, high.shape, selector.shape), np.uint32)
-        for place in range(4):
-            chosen = (selector >> np.uint32(4 * place)) & np.uint32(0xF)
-            byte = (both >> (np.uint64(8) * (chosen & np.uint32(7)))).astype(np.uint32) & np.uint32(0xFF)
-            sign = np.where(byte & np.uint32(0x80), np.uint32(0xFF), np.uint32(0))
-            result |= np.where(chosen & np.uint32(8), sign, byte) << np.uint32(8 * place)
-        return result
-
-    return Calculation(permuted, ("b32", "b32", "b32"), "b32")
+def _of_bits(name: str, rest: Sequence[str]) -> Calculation | None:
+    """A field of bits, or chosen bytes."""
+    kind, function = {"bfe": ("u32", field_of), "prmt": ("b32", chosen_bytes)}[name]
+    return Calculation(function, (kind,) * 3, kind) if list(rest) == [kind] else None
 
 
 _BY_NAME: dict[str, Callable[[str, Sequence[str]], Calculation | None]] = {
@@ -297,6 +254,5 @@ _BY_NAME: dict[str, Callable[[str, Sequence[str]], Calculation | None]] = {
     "selp": _choice,
     "mov": _move,
     "cvt": _conversion,
-    "bfe": _field,
-    "prmt": _permutation,
+    **dict.fromkeys(("bfe", "prmt"), _of_bits),
 }

@@ -70,9 +70,8 @@ def _load(program: Program, line: Line, count: int, kind: str) -> Step:
 
 def _added(values: list[Array]) -> Array:
     total = values[0]
-    with np.errstate(over="ignore", invalid="ignore"):
-        for each in values[1:]:
-            total = total + each
+    for each in values[1:]:
+        total = total + each
     return canonical_nan(total)
 
 

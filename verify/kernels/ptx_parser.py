@@ -1,5 +1,5 @@
-"""The text of a PTX kernel as instructions, labels, registers and parameters, for those that carry it out: the reader of
-protocols (`ptx_accesses`) and the floor "PTX executed" (`ptx_machine`)."""
+"""The text of a PTX kernel as instructions, labels, registers and parameters, for those that carry it out: the reader
+of protocols (`ptx_accesses`) and the floor "PTX executed" (`ptx_machine`)."""
 
 from __future__ import annotations
 

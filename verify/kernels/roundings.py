@@ -1,7 +1,8 @@
 """Floating-point arithmetic on arrays, each operation rounded once, to nearest even: fp32, bf16 and fp16.
 
-bf16 and fp16 are held as their bits (uint16). What is not a number becomes the one that a GPU makes, so that two results
-are equal where their bits are: 0x7fffffff in fp32, 0x7fff in the others (PTX ISA, "Floating-Point Data Types").
+bf16 and fp16 are held as their bits (uint16). What is not a number becomes the one that a GPU makes, so that two
+results are equal where their bits are: 0x7fffffff in fp32, 0x7fff in the others (PTX ISA). Overflows and invalid
+operations raise warnings of numpy, which callers silence.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ def half_widened(bits: Array) -> Array:
 
 def half_narrowed(values: Array) -> Array:
     """The fp16 bits (uint16) of float32 or float64 `values`."""
-    with np.errstate(over="ignore", under="ignore"):
-        bits = values.astype(np.float16).view(np.uint16)
+    bits = values.astype(np.float16).view(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FFF), bits)
 
 
@@ -52,10 +52,9 @@ def sum_to_odd(a: Array, b: Array) -> Array:
     Rounded again to nearest in a type of at most 51 bits it is the exact sum rounded once (S. Boldo, G. Melquiond,
     "Emulation of a FMA and correctly rounded sums", IEEE Trans. Computers 57, 2008, theorem 3).
     """
-    with np.errstate(invalid="ignore"):
-        total = a + b
-        of_b = total - a
-        error = (a - (total - of_b)) + (b - of_b)
+    total = a + b
+    of_b = total - a
+    error = (a - (total - of_b)) + (b - of_b)
     is_even = (total.view(np.uint64) & np.uint64(1)) == 0
     moved = np.isfinite(error) & (error != 0) & is_even
     return np.where(moved, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
@@ -63,8 +62,7 @@ def sum_to_odd(a: Array, b: Array) -> Array:
 
 def single_to_odd(values: Array) -> Array:
     """float64 `values` as float32, rounded to odd."""
-    with np.errstate(over="ignore", under="ignore"):
-        nearest = values.astype(np.float32)
+    nearest = values.astype(np.float32)
     bits = nearest.view(np.uint32)
     back = nearest.astype(np.float64)
     step = np.where(np.abs(back) > np.abs(values), np.uint32(0xFFFFFFFF), np.uint32(1))
@@ -75,9 +73,8 @@ def single_to_odd(values: Array) -> Array:
 def fused(a: Array, b: Array, c: Array) -> Array:
     """a * b + c of float32 arrays, rounded once."""
     # a product of two numbers of 24 bits is exact in float64
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        total = sum_to_odd(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
-        return canonical_nan(total.astype(np.float32))
+    total = sum_to_odd(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
+    return canonical_nan(total.astype(np.float32))
 
 
 def _rounded(total: Array, kind: str) -> Array:
@@ -91,11 +88,10 @@ def half_arithmetic(name: str, kind: str) -> Callable[..., Array]:
 
     def calculate(*operands: Array) -> Array:
         a, b, *rest = (wide(operand).astype(np.float64) for operand in operands)
-        with np.errstate(invalid="ignore"):
-            if name in ("add", "sub"):
-                return _rounded(sum_to_odd(a, b if name == "add" else -b), kind)
-            product = a * b  # exact in float64
-            return _rounded(sum_to_odd(product, rest[0]) if rest else product, kind)
+        if name in ("add", "sub"):
+            return _rounded(sum_to_odd(a, b if name == "add" else -b), kind)
+        product = a * b  # exact in float64
+        return _rounded(sum_to_odd(product, rest[0]) if rest else product, kind)
 
     return calculate
 
