@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import collectives, fused_norm, variable
 from .kernel import Floor, Kernel
 
-FLOORS: tuple[Floor, ...] = ("interpreted", "assembled", "model-checked")
+FLOORS: tuple[Floor, ...] = ("interpreted", "PTX executed", "assembled", "model-checked")
 
 KERNELS = (
     Kernel("all_gather", collectives.all_gather, FLOORS, exact=True),

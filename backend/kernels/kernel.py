@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from torch import Tensor
 
 Floor = Literal["interpreted", "PTX executed", "assembled", "model-checked", "device"]
 """interpreted: by Triton's interpreter, on processes that share memory. PTX executed: the compiled code, instruction by
@@ -49,7 +51,13 @@ class Launcher(Protocol):
     """How a kernel is run: interpreted, as executed PTX, or on a device. Cases of a kernel are written against it."""
 
     def __call__(
-        self, kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]
+        self,
+        kernel: Kernel,
+        num_blocks: int,
+        arguments: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        reached: Sequence[Tensor] = (),
     ) -> None:
         """Runs `num_blocks` programs. `arguments` are tensors, addresses and whole numbers by the function's names of
-        them; `constants` what is compiled in (`tl.constexpr`)."""
+        them; `constants` what is compiled in (`tl.constexpr`). `reached` are tensors besides whose addresses the kernel
+        finds in memory."""

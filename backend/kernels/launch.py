@@ -28,7 +28,12 @@ class DeviceLauncher:
         self._limits = DeviceLimits.of(torch.cuda.get_device_properties(self._device))
 
     def __call__(
-        self, kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]
+        self,
+        kernel: Kernel,
+        num_blocks: int,
+        arguments: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        reached: Sequence[Tensor] = (),
     ) -> None:
         """As `Launcher`; `num_blocks` is the most that have work. Raises `ValueError` for a tensor that does not begin
         at a multiple of 16 bytes: its kernel would be another one than that of its peers."""

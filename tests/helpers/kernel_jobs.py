@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from shardproof.backend.kernels.kernel import Kernel
+from shardproof.backend.kernels.meet import meet_at_entry, meet_at_exit
 from shardproof.backend.kernels.peers import buffer_of
 from shardproof.verify.kernels.cases import Outcome, run_case
 from shardproof.verify.kernels.processes import Peer
@@ -86,9 +87,11 @@ def run_case_unless(peer: Peer, case: Case, absent: int, how: str) -> Outcome | 
 def run_case_added_in_sequence(peer: Peer, case: Case) -> Outcome:
     """Adds the leaves from left to right instead of by the canonical tree."""
 
-    def launch(kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+    def launch(
+        kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any], *rest: Any
+    ) -> None:
         merges = (0, *(1 for _ in constants["MERGES"][1:]))
-        peer.launch(kernel, num_blocks, arguments, {**constants, "MERGES": merges})
+        peer.launch(kernel, num_blocks, arguments, {**constants, "MERGES": merges}, *rest)
 
     return run_case(replace(peer, launch=launch), case)
 
@@ -96,8 +99,10 @@ def run_case_added_in_sequence(peer: Peer, case: Case) -> Outcome:
 def run_case_without_meeting(peer: Peer, case: Case) -> Outcome:
     """An all-gather that waits for nobody."""
 
-    def launch(kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-        peer.launch(replace(kernel, function=gather_without_meeting), num_blocks, arguments, constants)
+    def launch(
+        kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any], *rest: Any
+    ) -> None:
+        peer.launch(replace(kernel, function=gather_without_meeting), num_blocks, arguments, constants, *rest)
 
     return run_case(replace(peer, launch=launch), case)
 
@@ -108,3 +113,61 @@ def process_of(peer: Peer) -> int:
 
 def _launch(peer: Peer, function: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
     peer.launch(Kernel("job", function, ("interpreted",)), 1, arguments, constants)
+
+
+def converted_beyond(peer: Peer, source: torch.Tensor) -> torch.Tensor:
+    """Reads 16 elements where there are fewer."""
+    out = torch.empty(16)
+    _launch(peer, convert, {"source": source, "out": out}, {"N": 16})
+    return out
+
+
+@triton.jit
+def sum_by_switch(
+    table: tl.uint64,
+    pads: tl.uint64,
+    window: tl.uint64,
+    out,
+    rank: tl.int32,
+    WORLD: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """16 bytes a lane: the sum of all ranks' buffers, one of whose results the switch gives."""
+    meet_at_entry(pads, rank, WORLD)
+    lane = tl.arange(0, BLOCK)
+    a, b, c, d = tl.inline_asm_elementwise(
+        "multimem.ld_reduce.relaxed.sys.global.add" + KIND + " {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,l",
+        [window + lane.to(tl.uint64) * 16],
+        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+        is_pure=False,
+        pack=1,
+    )
+    words = out.to(tl.pointer_type(tl.uint32), bitcast=True) + lane * 4
+    tl.store(words, a)
+    tl.store(words + 1, b)
+    tl.store(words + 2, c)
+    tl.store(words + 3, d)
+    meet_at_exit(pads, rank, WORLD)
+
+
+LANES = 64
+
+
+def own_values(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    num = LANES * 16 // dtype.itemsize
+    return torch.randn(num, generator=torch.Generator().manual_seed(7 + rank)).to(dtype)
+
+
+def multicast_sum(peer: Peer, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of `own_values` of all ranks."""
+    memory = peer.memory
+    values = own_values(memory.rank, dtype)
+    memory.own[: values.nbytes].view(dtype).copy_(values)
+    out = torch.zeros_like(values)
+    kind = ".acc::f32.v4.bf16x2" if dtype == torch.bfloat16 else ".v4.f32"
+    arguments = {"table": memory.table, "pads": memory.pads, "window": memory.multicast, "out": out}
+    constants = {"WORLD": memory.world_size, "KIND": kind, "BLOCK": LANES}
+    _launch(peer, sum_by_switch, {**arguments, "rank": memory.rank}, constants)
+    return out

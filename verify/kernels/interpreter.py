@@ -7,15 +7,17 @@ Triton is loaded, so all of this lives in the processes of `processes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import interpreter
 
 from ...backend.kernels.kernel import Kernel, Launcher
 from .processes import Ground
+from .roundings import narrowed, widened
 
 Handle = interpreter.TensorHandle
 Builder = interpreter.InterpreterBuilder
@@ -25,25 +27,17 @@ def launcher(ground: Ground) -> Launcher:
     """Runs kernels interpreted, one block after the other."""
     mend(ground.failed)
 
-    def launch(kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+    def launch(
+        kernel: Kernel,
+        num_blocks: int,
+        arguments: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        reached: Sequence[Tensor] = (),
+    ) -> None:
         ground.begin()
         kernel.function[(num_blocks,)](**arguments, **constants)
 
     return launch
-
-
-def widened(bits: np.ndarray) -> np.ndarray:
-    """The float32 values of bf16 `bits` (uint16)."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def narrowed(values: np.ndarray) -> np.ndarray:
-    """The bf16 bits (uint16) of float32 `values`, rounded to nearest even; a NaN becomes the one that a GPU makes."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    rounded = ((bits + half) >> np.uint32(16)).astype(np.uint16)
-    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.where(is_nan, np.uint16(0x7FFF), rounded).reshape(np.shape(values))
 
 
 def mend(failed: Callable[[int], None]) -> None:

@@ -28,6 +28,7 @@ from ...backend.transport.symmetric.heap import Mapped, Neighbour, Region, Share
 from ...backend.transport.symmetric.view import SymmetricMemory
 
 INTERPRETED = "shardproof.verify.kernels.interpreter:launcher"
+PTX_EXECUTED = "shardproof.verify.kernels.ptx_floor:launcher"
 BUFFER_BYTES = 1 << 20
 PAD_BYTES = 1 << 12
 MULTICAST = 1 << 60

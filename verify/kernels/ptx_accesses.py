@@ -18,6 +18,7 @@ from typing import Literal
 from ...backend.transport.symmetric.barrier import SCOPE, Order
 from .protocols import UnreadProtocol
 from .ptx_numbers import Value, calculated
+from .ptx_parser import Line, UnreadPTX, parsed, place, registers
 
 TABLE, PADS, PRIVATE, BUFFER, PAD = (1 << 40, 1 << 41, 1 << 42, 1 << 44, 1 << 45)
 RANK_BYTES = 1 << 32
@@ -50,19 +51,8 @@ class Launch:
     num_blocks: int = 1
 
 
-@dataclass(frozen=True)
-class _Line:
-    guard: str
-    opcode: str
-    operands: tuple[str, ...]
-    text: str
-
-
-_INSTRUCTION = re.compile(r"(?:@(!?%p\d+)\s+)?([a-z][\w.:]*)\s*(.*);")
-_LABEL = re.compile(r"(\$\w+):")
 _ATOMIC = re.compile(r"atom\.global\.(relaxed|acquire|release)\.(\w+)\.cas\.b32")
 _WIDTH = re.compile(r"(?:ld|st)\.global(?:\.v(\d))?\.[bsuf](\d+)")
-_SKIPPED = re.compile(r"\.(reg|loc|file|pragma|extern|shared)\b|[{}]$")
 _ACCESSES = {
     "atom",
     "red",
@@ -89,7 +79,11 @@ def accesses(ptx: str, launch: Launch) -> list[Access]:
 class _Block:
     def __init__(self, ptx: str, launch: Launch):
         self.launch = launch
-        self.lines, self.labels = _parsed(ptx)
+        try:
+            program = parsed(ptx)
+        except UnreadPTX as error:
+            raise UnreadProtocol(str(error)) from error
+        self.lines, self.labels = program.lines, program.labels
         self.found: list[Access] = []
         self.shared: dict[int, Value] = {}
         self.failed: Access | None = None
@@ -178,7 +172,7 @@ class _Thread:
             else:
                 self._step(line)
 
-    def _holds(self, line: _Line) -> bool:
+    def _holds(self, line: Line) -> bool:
         value = self._value(line.guard.removeprefix("!"))
         if value is None:
             raise UnreadProtocol(f"{line.text}: it is unknown whether this is done.")
@@ -187,11 +181,11 @@ class _Thread:
     def _value(self, operand: str) -> Value:
         return self.registers[operand] if operand in self.registers else _constant(operand)
 
-    def _step(self, line: _Line) -> None:
+    def _step(self, line: Line) -> None:
         if line.opcode.partition(".")[0] not in _ACCESSES:
             target, *sources = line.operands
             value = calculated(line.opcode, [self._value(source) for source in sources])
-            for register in _registers(target):
+            for register in registers(target):
                 self.registers[register] = value
         elif found := _ATOMIC.fullmatch(line.opcode):
             self._swap(line, found.group(1), found.group(2))
@@ -206,14 +200,14 @@ class _Thread:
         else:
             raise UnreadProtocol(f"{line.text}: the reader does not know this access.")
 
-    def _address(self, line: _Line, operand: str) -> int:
-        base, offset = _place(operand)
+    def _address(self, line: Line, operand: str) -> int:
+        base, offset = place(operand)
         value = self._value(base)
         if value is None:
             raise UnreadProtocol(f"{line.text}: the address is unknown.")
         return value + offset
 
-    def _swap(self, line: _Line, order: str, scope: str) -> None:
+    def _swap(self, line: Line, order: str, scope: str) -> None:
         if scope != SCOPE:
             raise UnreadProtocol(f"{line.text}: the scope is not {SCOPE}.")
         target, place, *operands = line.operands
@@ -227,7 +221,7 @@ class _Thread:
         access = Access("swap", rank, offset, order, expected, value)  # type: ignore[arg-type]
         self.registers[target] = self.block.swap(access, self.number)
 
-    def _global(self, line: _Line, count: int, width: int) -> None:
+    def _global(self, line: Line, count: int, width: int) -> None:
         is_load = line.opcode.startswith("ld")
         target, place = line.operands if is_load else line.operands[::-1]
         address = self._address(line, place)
@@ -241,14 +235,14 @@ class _Thread:
         elif not PRIVATE <= address < BUFFER:
             raise UnreadProtocol(f"{line.text}: a store to what is not the rank's.")
         if is_load:
-            self.registers.update(zip(_registers(target), values, strict=True))
+            self.registers.update(zip(registers(target), values, strict=True))
 
-    def _shared(self, line: _Line) -> None:
+    def _shared(self, line: Line) -> None:
         """Values that go from thread to thread, such as what a swap found."""
         is_load = line.opcode.startswith("ld")
         target, place = line.operands if is_load else line.operands[::-1]
         address, width = self._address(line, place), int(re.findall(r"\d+", line.opcode)[-1]) // 8
-        for index, register in enumerate(_registers(target)):
+        for index, register in enumerate(registers(target)):
             if is_load:
                 self.registers[register] = self.block.shared.get(address + index * width)
             else:
@@ -258,33 +252,3 @@ class _Thread:
 @cache
 def _constant(operand: str) -> Value:
     return int(operand, 0) if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)", operand) else None
-
-
-@cache
-def _place(operand: str) -> tuple[str, int]:
-    """Of `[ %rd1 + 4 ]` the register and the offset."""
-    base, _, offset = operand.strip("[] ").partition("+")
-    return base.strip(), int(offset or 0)
-
-
-@cache
-def _registers(operand: str) -> list[str]:
-    return [register.strip() for register in re.split(r"[,|]", operand.strip("{} "))]
-
-
-def _parsed(ptx: str) -> tuple[list[_Line], dict[str, int]]:
-    """The instructions of the one function, and where its labels are. Lines of debug information are left out."""
-    entry = re.search(r"\.visible \.entry .*?\n\{\n(.*?)^\}", ptx, re.MULTILINE | re.DOTALL)
-    if entry is None or ptx.count(".entry") != 1 or ".func" in ptx:
-        raise UnreadProtocol("no text of one kernel.")
-    lines: list[_Line] = []
-    labels: dict[str, int] = {}
-    for text in (line.partition("//")[0].strip() for line in entry.group(1).splitlines()):
-        if found := _LABEL.fullmatch(text):
-            labels[found.group(1)] = len(lines)
-        elif found := _INSTRUCTION.fullmatch(text):
-            operands = tuple(part.strip() for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", found.group(3)))
-            lines.append(_Line(found.group(1) or "", found.group(2), operands, text))
-        elif text and not _SKIPPED.match(text):
-            raise UnreadProtocol(f"{text}: no instruction that the reader knows.")
-    return lines, labels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +62,17 @@ Story = Callable[[Peer, Case, int], int]
 """One call of a case, numbered: how many bits of its results are wrong."""
 
 
-def run(peer: Peer, case: Case, arguments: Mapping[str, Any], **constants: Any) -> None:
-    """Launches the kernel of a case. Tensors are on the device of the peer's memory."""
+def run(
+    peer: Peer, case: Case, arguments: Mapping[str, Any], *, reached: Sequence[Tensor] = (), **constants: Any
+) -> None:
+    """Launches the kernel of a case on the device of the peer's memory; it finds `reached` by addresses in memory."""
     memory = peer.memory
     peer.launch(
         catalog.kernel(case.kernel),
         case.num_blocks,
         {"table": memory.table, "pads": memory.pads, "rank": memory.rank, **arguments},
         {"WORLD": case.world_size, "BLOCK": case.block, **constants},
+        reached,
     )
 
 
@@ -156,6 +159,7 @@ def gather_rows(peer: Peer, case: Case, call: int) -> int:
         peer,
         case,
         {"tensors": here(peer, torch.tensor(table)), "counts": here(peer, torch.tensor(counts, dtype=torch.int32))},
+        reached=outs,
         UNITS_OF=tuple(unit_of(row_bytes) for _, row_bytes, _ in table),
     )
     return sum(different_bits(out, torch.cat(parts)) for out, parts in zip(outs, rows, strict=True))

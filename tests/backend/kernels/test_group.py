@@ -40,9 +40,11 @@ def run_group(peer: Peer, folder: str, room: int, leaves: int, kind: type[Kernel
     rank, size, names = peer.memory.rank, peer.memory.world_size, set()
     memory = replace(peer.memory, own=peer.memory.own[:room])
 
-    def launch(kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+    def launch(
+        kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any], *rest: Any
+    ) -> None:
         names.add(kernel.name)
-        peer.launch(kernel, num_blocks, arguments, constants)
+        peer.launch(kernel, num_blocks, arguments, constants, *rest)
 
     store = dist.FileStore(str(Path(folder) / "store"), size)
     with ProcessGroupTransport(store, rank, size, timeout_s=30.0) as transport:

@@ -1,0 +1,130 @@
+"""Every kernel as compiled for GPUs, its PTX carried out by processes that share memory: no wrong bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers import kernel_jobs as jobs
+from shardproof.backend.kernels.catalog import KERNELS
+from shardproof.verify.kernels.cases import PLAIN, all_cases, few_cases, run_case
+from shardproof.verify.kernels.processes import PTX_EXECUTED, PeerFailed, Peers, PeersMissing
+from shardproof.verify.kernels.stories import Case
+
+EXECUTED = [kernel.name for kernel in KERNELS if "PTX executed" in kernel.floors]
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Peers]:
+    with Peers(4, floor=PTX_EXECUTED, environment={}) as found:
+        yield found
+
+
+def wrong(peers: Peers, cases: Iterable[Case]) -> dict[str, list]:
+    outcomes = {str(case): peers.run(run_case, case, world_size=case.world_size) for case in cases}
+    return {name: ranks for name, ranks in outcomes.items() if not all(rank.right for rank in ranks)}
+
+
+def vectors(kernel: str, world_size: int) -> Case:
+    """Blocks as they are launched, 16 bytes a thread, on sizes that are multiples of 16 elements."""
+    n, width = (2 * 1024 + 16, 1) if kernel in PLAIN else (3, 1024 + 16)
+    return Case(kernel, world_size, "bf16", n, width, block=1024)
+
+
+def test_every_kernel_stands_on_this_floor() -> None:
+    assert [kernel.name for kernel in KERNELS] == EXECUTED
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kernel", EXECUTED)
+def test_kernel(peers: Peers, kernel: str, world_size: int) -> None:
+    assert wrong(peers, few_cases(kernel, world_size)) == {}
+
+
+@pytest.mark.parametrize("kernel", EXECUTED)
+def test_kernel_with_vectors(peers: Peers, kernel: str) -> None:
+    assert wrong(peers, [vectors(kernel, 2)]) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("kernel", EXECUTED)
+def test_kernel_at_every_size(peers: Peers, kernel: str, world_size: int) -> None:
+    assert wrong(peers, [*all_cases(kernel, world_size), vectors(kernel, world_size)]) == {}
+
+
+@pytest.mark.full
+def test_the_code_for_an_older_architecture() -> None:
+    with Peers(3, floor=f"{PTX_EXECUTED}_sm80", environment={}) as peers:
+        for kernel in EXECUTED:
+            assert wrong(peers, [*few_cases(kernel, 3), vectors(kernel, 2)]) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [5, 8])
+def test_kernels_of_more_peers(world_size: int) -> None:
+    with Peers(world_size, floor=PTX_EXECUTED, environment={}, patience_s=300.0) as peers:
+        for kernel in EXECUTED:
+            assert wrong(peers, few_cases(kernel, world_size)) == {}
+
+
+def test_a_sum_in_another_order_has_other_bits(peers: Peers) -> None:
+    case = Case("all_reduce_one_shot", 4, "fp32", 100)
+    assert all(outcome.right for outcome in peers.run(run_case, case))
+    assert all(outcome.wrong_bits > 0 for outcome in peers.run(jobs.run_case_added_in_sequence, case))
+
+
+def test_a_kernel_that_does_not_wait_is_found(peers: Peers) -> None:
+    case = Case("all_gather", 3, "fp32", 100, slow_rank=2)
+    outcomes = peers.run(jobs.run_case_without_meeting, case, world_size=3)
+    assert sum(outcome.wrong_bits for outcome in outcomes) > 0
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    case = Case("all_gather", 3, "fp32", 100)
+    with Peers(3, floor=PTX_EXECUTED, environment={}, patience_s=1.0) as peers:
+        assert wrong(peers, [case]) == {}  # compiled, so what follows is quick
+        with pytest.raises(PeersMissing, match=r"ranks \[1\] did not come: rank 0 waits for rank 1 in block 0"):
+            peers.run(jobs.run_case_unless, case, 1, "returns")
+        assert wrong(peers, [case]) == {}
+
+
+def test_bf16_is_added_and_rounded_as_compiled(peers: Peers) -> None:
+    """What the interpreter refuses."""
+    source = torch.randn(64, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+    (got,) = peers.run(jobs.added, source, world_size=1)
+    assert torch.equal(got, source + source)
+
+
+def test_memory_beyond_an_argument_is_refused(peers: Peers) -> None:
+    with pytest.raises(PeerFailed, match=r"ld\.global\S+ .* bytes beyond the end of source of 12 bytes"):
+        peers.run(jobs.converted_beyond, torch.ones(3), world_size=1)
+
+
+def test_products_of_matrices_are_not_modelled(peers: Peers) -> None:
+    a, b = torch.ones(16, 64, dtype=torch.bfloat16), torch.ones(64, 16, dtype=torch.bfloat16)
+    with pytest.raises(PeerFailed, match=r"UnknownInstruction: .*not modelled"):
+        peers.run(jobs.multiplied, a, b, world_size=1)
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
+def test_a_sum_by_the_switch_is_near_the_exact_one(peers: Peers, world_size: int, dtype: torch.dtype) -> None:
+    """Within a rounding to the type and one of fp32 an addition: the switch promises no order, nor does the model."""
+    got = peers.run(jobs.multicast_sum, dtype, world_size=world_size)
+    values = [jobs.own_values(rank, dtype).double() for rank in range(world_size)]
+    exact, size = sum(values), sum(value.abs() for value in values)
+    bound = size * world_size * 2.0**-24 + exact.abs() * (2.0**-8 if dtype == torch.bfloat16 else 0)
+    assert all(torch.equal(each, got[0]) for each in got)
+    assert bool(((got[0].double() - exact).abs() <= bound).all())
+
+
+def test_without_triton_compiling_nothing_is_executed() -> None:
+    case = replace(Case("all_gather", 1, "fp32", 8), calls=1)
+    with (
+        Peers(1, floor=PTX_EXECUTED, environment={"TRITON_INTERPRET": "1"}) as peers,
+        pytest.raises(PeerFailed, match="all_gather is interpreted: unset TRITON_INTERPRET"),
+    ):
+        peers.run(run_case, case)

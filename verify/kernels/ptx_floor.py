@@ -1,0 +1,77 @@
+"""The floor "PTX executed": a kernel compiled as a launch compiles it, its PTX carried out on this process's memory."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...backend.kernels.kernel import Kernel, Launcher
+from .compiling import code_of_launch
+from .processes import BUFFER_BYTES, MULTICAST, PAD_BYTES, Ground
+from .ptx_block import Surroundings
+from .ptx_machine import executable
+from .ptx_memory import Memory, Multicast, Region
+
+ARCHITECTURE = 90
+
+
+def launcher(ground: Ground, architecture: int = ARCHITECTURE) -> Launcher:
+    """Runs kernels as PTX for that architecture, one block after the other."""
+
+    def launch(
+        kernel: Kernel,
+        num_blocks: int,
+        arguments: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        reached: Sequence[Tensor] = (),
+    ) -> None:
+        ground.begin()
+        code = code_of_launch(kernel, arguments, constants, architecture)
+        ready = executable(code.ptx)
+        types = ready.program.parameters
+        values = [_bits(arguments[name], types[index]) for index, name in enumerate(code.parameters)]
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        others = {f"tensor {number} in memory": tensor for number, tensor in enumerate(reached)}
+        ready.run(
+            Surroundings(
+                parameters=(*values, *[0] * (len(types) - len(values))),  # scratch memory: there is none
+                num_blocks=num_blocks,
+                num_threads=ready.program.num_threads,
+                shared_bytes=code.shared_bytes,
+                memory=Memory([*_regions(ground), *_of_tensors({**tensors, **others})]),
+                failed=ground.failed,
+                multicast=Multicast(MULTICAST, PAD_BYTES, BUFFER_BYTES, ground.buffers),
+            )
+        )
+
+    return launch
+
+
+def launcher_sm80(ground: Ground) -> Launcher:
+    """The same with the code for A100."""
+    return launcher(ground, 80)
+
+
+def _bits(value: Any, kind: str) -> int:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if kind in ("f32", "f64"):
+        return int.from_bytes(struct.pack("<f" if kind == "f32" else "<d", value), "little")
+    return int(value)
+
+
+def _regions(ground: Ground) -> Sequence[Region]:
+    size = 8 * ground.memory.world_size
+    return [
+        *(Region(f"the buffer of rank {rank}", begin, BUFFER_BYTES) for rank, begin in enumerate(ground.buffers)),
+        *(Region(f"the pad of rank {rank}", begin, PAD_BYTES) for rank, begin in enumerate(ground.pads)),
+        Region("the table of buffers", ground.memory.table, size, is_writable=False),
+        Region("the table of pads", ground.memory.pads, size, is_writable=False),
+    ]
+
+
+def _of_tensors(tensors: Mapping[str, Tensor]) -> Sequence[Region]:
+    return [Region(name, each.data_ptr(), each.nbytes) for name, each in tensors.items()]
