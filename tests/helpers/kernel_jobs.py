@@ -112,7 +112,7 @@ def process_of(peer: Peer) -> int:
 
 
 def _launch(peer: Peer, function: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-    peer.launch(Kernel("job", function, ("interpreted",)), 1, arguments, constants)
+    peer.launch(Kernel("job", function, ("interpreted",), exact=True), 1, arguments, constants)
 
 
 def converted_beyond(peer: Peer, source: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ Step = Callable[[Block, Active], None]
 """An instruction as it is carried out."""
 
 _SPECIAL = ("%tid.x", "%laneid", "%ntid.x", "%ctaid.x", "%nctaid.x")
-_NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)")
+_NUMBER = re.compile(r"(-?(?:0[xX][0-9a-fA-F]+|\d+))U?")
 
 
 def source(program: Program, line: Line, operand: str, kind: str) -> Source:
@@ -103,8 +103,8 @@ def source(program: Program, line: Line, operand: str, kind: str) -> Source:
 def _constant(line: Line, operand: str, kind: str) -> Array:
     if operand == "global_smem":
         bits = 0
-    elif _NUMBER.fullmatch(operand):
-        bits = int(operand, 0)
+    elif number := _NUMBER.fullmatch(operand):
+        bits = int(number.group(1), 0)
     elif re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand) and width_of(kind) == 32:
         bits = int(operand[2:], 16)
     else:

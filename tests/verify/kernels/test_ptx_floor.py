@@ -1,4 +1,4 @@
-"""Every kernel as compiled for GPUs, its PTX carried out by processes that share memory: no wrong bit."""
+"""Every kernel as compiled for GPUs, its PTX carried out by processes that share memory: no bit is wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def vectors(kernel: str, world_size: int) -> Case:
 
 
 def test_every_kernel_stands_on_this_floor() -> None:
-    assert [kernel.name for kernel in KERNELS] == EXECUTED
+    assert set(EXECUTED) == {kernel.name for kernel in KERNELS}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -83,13 +83,13 @@ def test_a_kernel_that_does_not_wait_is_found(peers: Peers) -> None:
     assert sum(outcome.wrong_bits for outcome in outcomes) > 0
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_rank_that_does_not_come_is_named(peers: Peers) -> None:
     case = Case("all_gather", 3, "fp32", 100)
-    with Peers(3, floor=PTX_EXECUTED, environment={}, patience_s=1.0) as peers:
-        assert wrong(peers, [case]) == {}  # compiled, so what follows is quick
+    assert wrong(peers, [case]) == {}  # its code is in Triton's cache, so nobody waits for a compiler below
+    with Peers(3, floor=PTX_EXECUTED, environment={}, patience_s=1.0) as impatient:
         with pytest.raises(PeersMissing, match=r"ranks \[1\] did not come: rank 0 waits for rank 1 in block 0"):
-            peers.run(jobs.run_case_unless, case, 1, "returns")
-        assert wrong(peers, [case]) == {}
+            impatient.run(jobs.run_case_unless, case, 1, "returns")
+        assert wrong(impatient, [case]) == {}
 
 
 def test_bf16_is_added_and_rounded_as_compiled(peers: Peers) -> None:
