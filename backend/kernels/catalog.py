@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from . import collectives, fused_norm, variable
+from collections.abc import Mapping
+from typing import Any
+
+from . import collectives, exact_multicast, fused_norm, multicast, variable
 from .kernel import Floor, Kernel
 
 FLOORS: tuple[Floor, ...] = ("interpreted", "PTX executed", "assembled", "model-checked")
+
+BY_MULTICAST: tuple[Floor, ...] = ("PTX executed", "assembled", "model-checked")
+NO_MULTICAST: Mapping[Floor, str] = {"interpreted": "Triton's interpreter runs no PTX, and Triton has no multicast"}
+
+
+def _by_multicast(name: str, function: Any, *, exact: bool) -> Kernel:
+    return Kernel(name, function, BY_MULTICAST, not_on=NO_MULTICAST, exact=exact, least_architecture=90)
+
 
 KERNELS = (
     Kernel("all_gather", collectives.all_gather, FLOORS, exact=True),
@@ -15,6 +26,11 @@ KERNELS = (
     Kernel("gather_rows", variable.gather_rows, FLOORS, exact=True),
     Kernel("reduce_scatter_rows", variable.reduce_scatter_rows, FLOORS, exact=True),
     Kernel("add_norm_gather", fused_norm.add_norm_gather, FLOORS, exact=True),
+    _by_multicast("all_gather_multicast", multicast.all_gather_multicast, exact=True),
+    _by_multicast("all_reduce_multicast", multicast.all_reduce_multicast, exact=False),
+    _by_multicast("reduce_scatter_multicast", multicast.reduce_scatter_multicast, exact=False),
+    _by_multicast("exact_all_reduce_multicast", exact_multicast.exact_all_reduce_multicast, exact=True),
+    _by_multicast("add_norm_gather_multicast", exact_multicast.add_norm_gather_multicast, exact=True),
 )
 
 

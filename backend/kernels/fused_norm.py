@@ -43,32 +43,9 @@ def add_norm_gather(
     meet_at_entry(pads, rank, WORLD)
     share = (tokens + WORLD - 1) // WORLD
     lane = tl.arange(0, BLOCK)
-    own = buffer_of(table, rank, LEAF)
     row = tl.program_id(0)
-    slab = tokens * hidden
     while (row < share) & (rank * share + row < tokens):
-        begin = (rank * share + row) * hidden
-        residual_row = residual + row * hidden
-        squares = tl.zeros((BLOCK,), tl.float32)
-        column = hidden * 0
-        while column < hidden:
-            mask = lane < hidden - column
-            total = tree_of_peers(table, slab, begin + column + lane, mask, 0, num_places(NODES), NODES, MERGES, LEAF)
-            before = tl.load(residual_row + column + lane, mask=mask, other=0.0).to(tl.float32)
-            after = (total.to(LEAF).to(tl.float32) + before).to(residual.dtype.element_ty)
-            tl.store(residual_row + column + lane, after, mask=mask)
-            squares += after.to(tl.float32) * after.to(tl.float32)
-            column += BLOCK
-        mean = tl.div_rn(tl.sum(squares, axis=0), hidden.to(tl.float32))
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-        tl.debug_barrier()  # a thread need not read below what it wrote itself
-        column = hidden * 0
-        while column < hidden:
-            mask = lane < hidden - column
-            after = tl.load(residual_row + column + lane, mask=mask, other=0.0).to(tl.float32)
-            scale = tl.load(weight + column + lane, mask=mask, other=0.0).to(tl.float32)
-            tl.store(own + begin + column + lane, (after * rstd * scale).to(LEAF), mask=mask)
-            column += BLOCK
+        normalised_row(table, residual, weight, tokens, hidden, eps, rank, share, row, BLOCK, NODES, MERGES, LEAF)
         row += tl.num_programs(0)
     meet_at_entry(pads, rank, WORLD)
     for peer in tl.static_range(WORLD):
@@ -83,3 +60,47 @@ def add_norm_gather(
                 column += BLOCK
             row += tl.num_programs(0)
     meet_at_exit(pads, rank, WORLD)
+
+
+@triton.jit
+def normalised_row(
+    table,
+    residual,
+    weight,
+    tokens,
+    hidden,
+    eps,
+    rank,
+    share,
+    row,
+    BLOCK: tl.constexpr,
+    NODES: tl.constexpr,
+    MERGES: tl.constexpr,
+    LEAF: tl.constexpr,
+):
+    """The first half of it for one of the `share` rows of this rank, until the normalised row is in the own buffer."""
+    lane = tl.arange(0, BLOCK)
+    own = buffer_of(table, rank, LEAF)
+    slab = tokens * hidden
+    begin = (rank * share + row) * hidden
+    residual_row = residual + row * hidden
+    squares = tl.zeros((BLOCK,), tl.float32)
+    column = hidden * 0
+    while column < hidden:
+        mask = lane < hidden - column
+        total = tree_of_peers(table, slab, begin + column + lane, mask, 0, num_places(NODES), NODES, MERGES, LEAF)
+        before = tl.load(residual_row + column + lane, mask=mask, other=0.0).to(tl.float32)
+        after = (total.to(LEAF).to(tl.float32) + before).to(residual.dtype.element_ty)
+        tl.store(residual_row + column + lane, after, mask=mask)
+        squares += after.to(tl.float32) * after.to(tl.float32)
+        column += BLOCK
+    mean = tl.div_rn(tl.sum(squares, axis=0), hidden.to(tl.float32))
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    tl.debug_barrier()  # a thread need not read below what it wrote itself
+    column = hidden * 0
+    while column < hidden:
+        mask = lane < hidden - column
+        after = tl.load(residual_row + column + lane, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(weight + column + lane, mask=mask, other=0.0).to(tl.float32)
+        tl.store(own + begin + column + lane, (after * rstd * scale).to(LEAF), mask=mask)
+        column += BLOCK

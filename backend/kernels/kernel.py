@@ -29,7 +29,8 @@ class Kernel:
     """A Triton function `function` and the floors it stands on; `not_on` says of other floors why it does not.
 
     `num_warps` and `num_stages` are those of a launch. An exact kernel is compiled without contraction of a product and
-    a sum into one operation, which would round once where the canonical sum rounds twice.
+    a sum into one operation, which would round once where the canonical sum rounds twice. GPUs older than
+    `least_architecture` (compute capability times ten) have not what it needs.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Kernel:
     num_warps: int = 4
     num_stages: int = 3
     exact: bool = False
+    least_architecture: int = 80
 
     @property
     def options(self) -> dict[str, Any]:

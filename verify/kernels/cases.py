@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from .processes import Peer
 from .stories import DTYPES, STORIES, Case
 
-PLAIN = ("all_gather", "reduce_scatter", "all_reduce_one_shot", "all_reduce_two_shot")
-SUMS = ("reduce_scatter", "all_reduce_one_shot", "all_reduce_two_shot", "reduce_scatter_rows", "add_norm_gather")
+OF_ROWS = ("gather_rows", "reduce_scatter_rows", "add_norm_gather", "add_norm_gather_multicast")
+SUMS = (
+    *("reduce_scatter", "all_reduce_one_shot", "all_reduce_two_shot", "reduce_scatter_rows", "add_norm_gather"),
+    *("exact_all_reduce_multicast", "add_norm_gather_multicast"),
+)
+WHOLE_UNITS = ("add_norm_gather_multicast",)
+"""Kernels whose rows are multiples of 16 bytes, which eight elements are."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,9 @@ def few_cases(kernel: str, world_size: int, *, block: int = 64, num_blocks: int 
 
 
 def _odd_size(kernel: str, block: int, num_blocks: int) -> tuple[int, int]:
-    if kernel in PLAIN:
+    if kernel not in OF_ROWS:
         return num_blocks * block + 3, 1
-    return 2 * num_blocks + 1, block + 5
+    return 2 * num_blocks + 1, block + (8 if kernel in WHOLE_UNITS else 5)
 
 
 def all_cases(kernel: str, world_size: int, *, block: int = 64, num_blocks: int = 2) -> Iterator[Case]:
@@ -62,9 +67,12 @@ def all_cases(kernel: str, world_size: int, *, block: int = 64, num_blocks: int 
     edge = block * num_blocks
     shapes = (
         [(n, 1) for n in (1, 7, 8, 16, block - 1, block, block + 1, edge, edge + 8, 2 * edge + 3)]
-        if kernel in PLAIN
+        if kernel not in OF_ROWS
         else [
-            (n, width) for n in (1, 2, 3, 2 * num_blocks + 1) for width in (1, 3, 16, block - 1, block, 2 * block + 8)
+            (n, width)
+            for n in (1, 2, 3, 2 * num_blocks + 1)
+            for width in (1, 3, 16, block - 1, block, 2 * block + 8)
+            if width % 8 == 0 or kernel not in WHOLE_UNITS
         ]
     )
     for n, width in shapes:

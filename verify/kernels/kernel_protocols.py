@@ -21,7 +21,7 @@ from ...backend.transport.symmetric.barrier import COLLECTIVES, Step
 from ...core.base.reduction import merges_of
 from .memory_model import Explored, Op, Program, explore
 from .protocols import SIZES, UnreadProtocol, pad, pads_of
-from .ptx_accesses import PADS, PRIVATE, TABLE, Access, Launch, accesses
+from .ptx_accesses import MULTICAST, PADS, PRIVATE, TABLE, Access, Launch, accesses
 
 WIDTH, BLOCK = 4, 64
 """Elements of a row or of a part, and of a block. A rank has as many rows as there are ranks: each is somebody's."""
@@ -69,10 +69,10 @@ def launch(compiled: Compiled, rank: int, block: int = 0, num_blocks: int = 1) -
     """A block of a launch on small arrays: `WIDTH` elements of every rank for every other."""
     world_size = compiled.world_size
     # of an all-reduce: parts are multiples of 16 elements
-    n = 16 * world_size if compiled.kernel.name.startswith("all_reduce") else WIDTH
+    n = 16 * world_size if "all_reduce" in compiled.kernel.name else WIDTH
     n = n if num_blocks == 1 else num_blocks * BLOCK * world_size
     area = {name: PRIVATE + AREA * index for index, name in enumerate(compiled.names)}
-    numbers = {"table": TABLE, "pads": PADS, "n": n, "rank": rank, "width": WIDTH, "eps": 0}
+    numbers = {"table": TABLE, "pads": PADS, "multicast": MULTICAST, "n": n, "rank": rank, "width": WIDTH, "eps": 0}
     numbers |= {"tokens": num_blocks * world_size, "hidden": WIDTH}
     memory: dict[int, int] = {}
     if "counts" in area:
@@ -92,13 +92,16 @@ def block_accesses(compiled: Compiled, block: int = 0, num_blocks: int = 1) -> B
 
 def steps_of(found: BlockAccesses, rank: int = 0) -> tuple[Step, ...]:
     """The block's accesses on one rank as steps of the table: between two barriers one read and one write, in the order
-    of the first thread. Reads of the rank's own buffer are no step. Raises `UnreadProtocol` where a barrier is not one
-    swap for each rank."""
+    of the first thread. What a rank does in its own buffer is a step where it reads what a peer has written, or writes
+    where a peer comes. Raises `UnreadProtocol` where a barrier is not one swap for each rank."""
+    by_peers = {kind: _places_of_peers(found, kind) for kind in ("read", "write")}
+    peers_come = by_peers["read"] | by_peers["write"]
     steps: list[Step] = []
     met: list[int] = []
     between: set[Step] = set()
     for access in found[rank]:
-        if access.kind == "read" and access.owner == rank:
+        matters = by_peers["write"] if access.kind == "read" else peers_come
+        if access.kind != "swap" and access.owner == rank and (access.owner, access.offset) not in matters:
             continue
         if access.kind != "swap":
             step = Step(access.kind)
@@ -116,6 +119,16 @@ def steps_of(found: BlockAccesses, rank: int = 0) -> tuple[Step, ...]:
             between.add(step)
     _all_met(met, len(found))
     return tuple(steps)
+
+
+def _places_of_peers(found: BlockAccesses, kind: str) -> set[Place]:
+    """Words of buffers that somebody else than their owner reads, or writes, which is by multicast."""
+    return {
+        (access.owner, access.offset)
+        for rank, of_rank in enumerate(found)
+        for access in of_rank
+        if access.kind == kind and access.owner != rank
+    }
 
 
 def _all_met(met: list[int], world_size: int) -> None:
@@ -147,7 +160,7 @@ def _places(found: BlockAccesses) -> dict[str, list[Place]]:
         for access in of_rank:
             if access.kind == "swap":
                 num_swaps += 1
-            elif access.kind == "write" or access.owner != rank:
+            else:
                 uses[access.owner, access.offset].append((rank, num_swaps, access.kind))
     together: dict[tuple[object, ...], list[Place]] = defaultdict(list)
     for place, use in uses.items():
@@ -159,22 +172,24 @@ def _places(found: BlockAccesses) -> dict[str, list[Place]]:
 def _program(found: BlockAccesses, rank: int, place: Place, num_rounds: int) -> Program:
     owner, world_size = place[0], len(found)
     name = f"data of rank {owner}"
-    writes = [waits for access, waits in _with_waits(found[owner]) if _is_write(access, place)]
+    writers = [each for each, of_rank in enumerate(found) if any(_is_write(access, place) for access in of_rank)]
+    if len(writers) > 1:
+        raise UnreadProtocol(f"ranks {writers} write to one place in the buffer of rank {owner}.")
+    writer = writers[0] if writers else owner
+    writes = [waits for access, waits in _with_waits(found[writer]) if _is_write(access, place)]
     ops: list[Op] = []
     for first in range(1, num_rounds * (len(writes) + 1) + 1, len(writes) + 1):
         num_written = 0
-        if rank == owner:
+        if rank == owner == writer:
             ops.append(Op("store", name, first))
         for access, waits in _with_waits(found[rank]):
             if access.kind == "swap":
                 source = access.offset // 4 % world_size
                 ops.append(Op("swap", pad(source, access.owner), access.value, access.expected, access.order))
             elif _is_write(access, place):
-                if rank != owner:
-                    raise UnreadProtocol(f"rank {rank} writes into the buffer of rank {owner}.")
                 num_written += 1
                 ops.append(Op("store", name, first + num_written))
-            elif (access.owner, access.offset) == place and rank != owner:
+            elif (access.owner, access.offset) == place and (rank != owner or writer != owner):
                 ops.append(Op("load", name, first + sum(before < waits for before in writes)))
     return tuple(ops)
 

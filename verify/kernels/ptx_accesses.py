@@ -17,10 +17,11 @@ from typing import Literal
 
 from ...backend.transport.symmetric.barrier import SCOPE, Order
 from .protocols import UnreadProtocol
+from .proxies import Proxies
 from .ptx_numbers import Value, calculated
 from .ptx_parser import Line, UnreadPTX, parsed, place, registers
 
-TABLE, PADS, PRIVATE, BUFFER, PAD = (1 << 40, 1 << 41, 1 << 42, 1 << 44, 1 << 45)
+TABLE, PADS, PRIVATE, BUFFER, PAD, MULTICAST = (1 << 40, 1 << 41, 1 << 42, 1 << 44, 1 << 45, 1 << 46)
 RANK_BYTES = 1 << 32
 MOST_STEPS = 2_000_000
 
@@ -41,7 +42,8 @@ class Access:
 @dataclass(frozen=True)
 class Launch:
     """A block of a launch on `world_size` ranks: `parameters` in the kernel's order, with `TABLE` and `PADS` for those
-    tables and addresses from `PRIVATE` on for memory of the rank, of which `memory` says what is known."""
+    tables, `MULTICAST` for the address of all buffers, and addresses from `PRIVATE` on for memory of the rank, of which
+    `memory` says what is known."""
 
     world_size: int
     num_threads: int
@@ -53,6 +55,7 @@ class Launch:
 
 _ATOMIC = re.compile(r"atom\.global\.(relaxed|acquire|release)\.(\w+)\.cas\.b32")
 _WIDTH = re.compile(r"(?:ld|st)\.global(?:\.v(\d))?\.[bsuf](\d+)")
+_MULTICAST = re.compile(r"multimem\.(ld_reduce|st)\.relaxed\.sys\.global(?:\.add)?(?:\.acc::f32)?\.v4\.(?:f32|bf16x2)")
 _ACCESSES = {
     "atom",
     "red",
@@ -90,6 +93,7 @@ class _Block:
         self.steps = 0
         self.swapping: set[int] = set()
         self.reading: set[int] = set()
+        self.proxies = Proxies(launch.num_threads)
 
     def run(self) -> list[Access]:
         threads = [_Thread(self, number).run() for number in range(self.launch.num_threads)]
@@ -101,6 +105,7 @@ class _Block:
                 raise UnreadProtocol("the threads of a block do not come to the same barrier.")
             self._apart()
             self.swapping, self.reading = set(), set()
+            self.proxies.meet()
         if self.failed:
             raise UnreadProtocol(f"{self.failed}: a swap that failed is not tried again.")
         return self.found
@@ -197,6 +202,10 @@ class _Thread:
             self._global(line, int(found.group(1) or 1), int(found.group(2)) // 8)
         elif line.opcode.startswith(("ld.shared", "st.shared")):
             self._shared(line)
+        elif found := _MULTICAST.fullmatch(line.opcode):
+            self._multicast(line, is_load=found.group(1) == "ld_reduce")
+        elif line.opcode == "fence.proxy.alias":
+            self.block.proxies.fence(self.number)
         else:
             raise UnreadProtocol(f"{line.text}: the reader does not know this access.")
 
@@ -218,6 +227,8 @@ class _Thread:
         if not 0 <= rank < self.block.launch.world_size:
             raise UnreadProtocol(f"{line.text}: no swap of a signal pad.")
         assert expected is not None and value is not None
+        if value:
+            self.block.proxies.signal(self.number, line.text)
         access = Access("swap", rank, offset, order, expected, value)  # type: ignore[arg-type]
         self.registers[target] = self.block.swap(access, self.number)
 
@@ -229,6 +240,7 @@ class _Thread:
         values: list[Value] = [None] * count
         if 0 <= rank < self.block.launch.world_size:
             for at in range(offset // 4, -(-(offset + count * width) // 4)):
+                self.block.proxies.use(self.number, (rank, 4 * at), "address", line.text)
                 self.block.data(Access("read" if is_load else "write", rank, 4 * at), self.number)
         elif is_load:
             values = [self.block.known(address + width * index) for index in range(count)]
@@ -236,6 +248,19 @@ class _Thread:
             raise UnreadProtocol(f"{line.text}: a store to what is not the rank's.")
         if is_load:
             self.registers.update(zip(registers(target), values, strict=True))
+
+    def _multicast(self, line: Line, *, is_load: bool) -> None:
+        """Four words of every rank's buffer."""
+        target, place = line.operands if is_load else line.operands[::-1]
+        offset = self._address(line, place) - MULTICAST
+        if not 0 <= offset < RANK_BYTES:
+            raise UnreadProtocol(f"{line.text}: no multicast address of the launch.")
+        for rank in range(self.block.launch.world_size):
+            for at in range(offset, offset + 16, 4):
+                self.block.proxies.use(self.number, (rank, at), "multicast", line.text)
+                self.block.data(Access("read" if is_load else "write", rank, at), self.number)
+        if is_load:
+            self.registers.update(dict.fromkeys(registers(target)))
 
     def _shared(self, line: Line) -> None:
         """Values that go from thread to thread, such as what a swap found."""

@@ -238,8 +238,9 @@ def _conversion(name: str, rest: Sequence[str]) -> Calculation | None:
 
 def _of_bits(name: str, rest: Sequence[str]) -> Calculation | None:
     """A field of bits, or chosen bytes."""
-    kind, function = {"bfe": ("u32", field_of), "prmt": ("b32", chosen_bytes)}[name]
-    return Calculation(function, (kind,) * 3, kind) if list(rest) == [kind] else None
+    if name == "bfe" and len(rest) == 1 and rest[0] in ("u32", "u64", "s32", "s64"):
+        return Calculation(field_of, (rest[0], "u32", "u32"), rest[0])
+    return Calculation(chosen_bytes, ("b32",) * 3, "b32") if (name, *rest) == ("prmt", "b32") else None
 
 
 _BY_NAME: dict[str, Callable[[str, Sequence[str]], Calculation | None]] = {

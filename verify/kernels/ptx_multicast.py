@@ -27,6 +27,8 @@ _ADD = re.compile(rf"multimem\.red\.(relaxed|release)\.{_SCOPE}\.global\.add\.(?
 
 def multicast(program: Program, line: Line) -> Step | None:
     """The instruction as a step; None for one that is none of these. Raises `UnknownInstruction`."""
+    if line.opcode == "fence.proxy.alias":
+        return lambda block, active: None  # both addresses of a place are one memory here, which nothing reorders
     if found := _LOAD.fullmatch(line.opcode):
         accumulates, count, kind = found.groups()
         if bool(accumulates) != (kind == "bf16x2"):

@@ -63,12 +63,19 @@ def _combined(name: str, rest: Sequence[str], numbers: Sequence[int], width: int
     if name in ("mul", "mad"):
         product = numbers[0] * numbers[1] >> (width if "hi" in rest else 0)
         return product + (numbers[2] if name == "mad" else 0)
-    if name == "bfe" and rest == ["u32"]:
-        return numbers[0] >> numbers[1] & ((1 << numbers[2]) - 1)
+    if name == "bfe":
+        return _field(*numbers[:3], is_signed=rest[0].startswith("s"))
     if name in ("div", "rem"):
         quotient = abs(numbers[0]) // abs(numbers[1]) * (1 if (numbers[0] < 0) == (numbers[1] < 0) else -1)
         return quotient if name == "div" else numbers[0] - quotient * numbers[1]
     return _SIMPLE[name](*numbers) if name in _SIMPLE and len(rest) == 1 else None
+
+
+def _field(value: int, position: int, length: int, *, is_signed: bool) -> int:
+    """`length` bits from bit `position` on; of a signed number the highest of them is its sign. A value that is read as
+    signed is so for Python too, so bits above its own are its sign."""
+    field = value >> position & ((1 << length) - 1)
+    return field - (1 << length) if is_signed and length and field >> (length - 1) else field
 
 
 def _is_whole(rest: Sequence[str]) -> bool:

@@ -32,10 +32,25 @@ def cut_quotient(a: Array, b: Array) -> Array:
 
 
 def field_of(values: Array, position: Array, length: Array) -> Array:
-    """`length` bits of uint32 `values` from bit `position` on."""
-    wide = values.astype(np.uint64) >> np.minimum(position & _BYTE, 32).astype(np.uint64)
-    count = np.minimum(length & _BYTE, 32).astype(np.uint64)
-    return (wide & ((np.uint64(1) << count) - np.uint64(1))).astype(np.uint32)
+    """`length` bits of whole numbers from bit `position` on. Of signed ones what lies above the field, or above their
+    own highest bit, is the field's highest bit (PTX ISA, "bfe")."""
+    width = 8 * values.itemsize
+    word = np.dtype(f"uint{width}").type
+    bits = values.view(word)
+    begin, count = (np.minimum(each & _BYTE, width).astype(np.int64) for each in (position, length))
+    count_here = np.minimum(count, width - begin)
+    mask = np.where(count_here < width, _shifted(word(1), count_here, word) - word(1), ~word(0))
+    field = np.where(begin < width, bits >> np.minimum(begin, width - 1).astype(word), word(0)) & mask
+    if values.dtype.kind == "u":
+        return field.astype(word)
+    last = np.clip(begin + count - 1, 0, width - 1).astype(word)
+    is_set = ((bits >> last) & word(1)).astype(bool) & (count > 0)
+    return np.where(is_set, field | ~mask, field).astype(word).view(values.dtype)
+
+
+def _shifted(value: Array, by: Array, word: type) -> Array:
+    """0 where all bits leave, which numpy leaves open."""
+    return np.where(by < 8 * value.itemsize, value << np.minimum(by, 8 * value.itemsize - 1).astype(word), word(0))
 
 
 def chosen_bytes(low: Array, high: Array, selector: Array) -> Array:

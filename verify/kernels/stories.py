@@ -66,11 +66,12 @@ def run(
     peer: Peer, case: Case, arguments: Mapping[str, Any], *, reached: Sequence[Tensor] = (), **constants: Any
 ) -> None:
     """Launches the kernel of a case on the device of the peer's memory; it finds `reached` by addresses in memory."""
-    memory = peer.memory
+    memory, kernel = peer.memory, catalog.kernel(case.kernel)
+    places = {"table": memory.table, "pads": memory.pads, "rank": memory.rank, "multicast": memory.multicast}
     peer.launch(
-        catalog.kernel(case.kernel),
+        kernel,
         case.num_blocks,
-        {"table": memory.table, "pads": memory.pads, "rank": memory.rank, **arguments},
+        {**{name: value for name, value in places.items() if name in kernel.function.arg_names}, **arguments},
         {"WORLD": case.world_size, "BLOCK": case.block, **constants},
         reached,
     )
@@ -92,19 +93,26 @@ def here(peer: Peer, values: Tensor) -> Tensor:
     return values.to(peer.memory.own.device)
 
 
-def share_leaves(peer: Peer, case: Case, call: int, n: int) -> tuple[Tensor, dict[str, Any]]:
-    """Shares this rank's nodes of a sum of `n` elements; the canonical sum of all leaves, and the sum's constants."""
+def share_leaves(peer: Peer, case: Case, call: int, n: int, multiple: int = 1) -> tuple[Tensor, dict[str, Any]]:
+    """Shares this rank's nodes of a sum of `n` elements, each of which takes a `multiple` of them; the canonical sum of
+    all leaves, and the sum's constants."""
     num_leaves = case.leaves or case.world_size
     leaves = [numbers((call, leaf, n), n, case.type) for leaf in range(num_leaves)]
     tree = Sum(num_leaves, case.world_size)
     shipped = tree.shipped(leaves, peer.memory.rank)
-    share(peer, shipped if case.leaves else shipped.to(case.type))
+    nodes = padded(shipped.view(-1, n), multiple)
+    share(peer, nodes if case.leaves else nodes.to(case.type))
     constants = {
         "NODES": tuple(len(nodes) for nodes in tree.nodes),
         "MERGES": tree.merges,
         "LEAF": tl.float32 if case.leaves else TYPES[case.dtype],
     }
     return canonical(leaves), constants
+
+
+def padded(rows: Tensor, multiple: int) -> Tensor:
+    """Rows that take a multiple of elements each."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % multiple))
 
 
 def all_gather(peer: Peer, case: Case, call: int) -> int:
@@ -131,6 +139,37 @@ def all_reduce(peer: Peer, case: Case, call: int) -> int:
     out = unwritten(peer, case.n, case.type)
     run(peer, case, {"out": out, "n": case.n}, **constants)
     return different_bits(out, total.to(case.type))
+
+
+def exact_all_reduce_multicast(peer: Peer, case: Case, call: int) -> int:
+    """The canonical sum, whole; nodes take multiples of 16 elements."""
+    total, constants = share_leaves(peer, case, call, case.n, multiple=16)
+    out = unwritten(peer, case.n, case.type)
+    run(peer, case, {"out": out, "n": case.n}, **constants)
+    return different_bits(out, total.to(case.type))
+
+
+def whole_numbers(case: Case, call: int, n: int) -> list[Tensor]:
+    """What each rank shares of a sum that the switch makes: numbers whose sum is the same in every order."""
+    return [(numbers((call, rank, n), n, torch.float32) % 8).floor().to(case.type) for rank in case.ranks]
+
+
+def all_reduce_multicast(peer: Peer, case: Case, call: int) -> int:
+    """A sum by the switch, whole."""
+    values = whole_numbers(case, call, case.n)
+    share(peer, values[peer.memory.rank])
+    out = unwritten(peer, case.n, case.type)
+    run(peer, case, {"out": out, "n": case.n})
+    return different_bits(out, torch.stack(values).sum(0))
+
+
+def reduce_scatter_multicast(peer: Peer, case: Case, call: int) -> int:
+    """This rank's part of a sum by the switch; parts take multiples of 16 bytes."""
+    values = [each.view(case.world_size, case.n) for each in whole_numbers(case, call, case.world_size * case.n)]
+    share(peer, padded(values[peer.memory.rank], 16 // case.type.itemsize))
+    out = unwritten(peer, case.n, case.type)
+    run(peer, case, {"out": out, "n": case.n})
+    return different_bits(out, torch.stack(values).sum(0)[peer.memory.rank])
 
 
 def token_counts(case: Case, call: int) -> list[int]:
@@ -209,4 +248,9 @@ STORIES: dict[str, Story] = {
     "gather_rows": gather_rows,
     "reduce_scatter_rows": reduce_scatter_rows,
     "add_norm_gather": add_norm_gather,
+    "all_gather_multicast": all_gather,
+    "all_reduce_multicast": all_reduce_multicast,
+    "reduce_scatter_multicast": reduce_scatter_multicast,
+    "exact_all_reduce_multicast": exact_all_reduce_multicast,
+    "add_norm_gather_multicast": add_norm_gather,
 }

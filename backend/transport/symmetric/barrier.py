@@ -65,6 +65,13 @@ COLLECTIVE = (
 TWO_PHASES = (*COLLECTIVE[:4], Step("write"), *COLLECTIVE[1:])
 """A collective whose ranks read what peers have made of the first phase: another entry, between the two."""
 
+BROADCAST = TWO_PHASES[:-2]
+"""A collective whose ranks put into all buffers what they have made of the first phase, by multicast. What a rank reads
+at the end lies in its own buffer, where nobody writes before it comes to the entry of another kernel."""
+
+PLAIN_BROADCAST = (*COLLECTIVE[:3], *BROADCAST[4:])
+"""The same without reads of what peers have written before."""
+
 COLLECTIVES = {
     "all_gather": COLLECTIVE,
     "reduce_scatter": COLLECTIVE,
@@ -73,6 +80,11 @@ COLLECTIVES = {
     "gather_rows": COLLECTIVE,
     "reduce_scatter_rows": COLLECTIVE,
     "add_norm_gather": TWO_PHASES,
+    "all_gather_multicast": PLAIN_BROADCAST,
+    "all_reduce_multicast": BROADCAST,
+    "reduce_scatter_multicast": COLLECTIVE,
+    "exact_all_reduce_multicast": BROADCAST,
+    "add_norm_gather_multicast": BROADCAST,
 }
 """Of each kernel. Its first write is before the kernel begins, by an earlier one or a copy: the end of a kernel orders
 it, as all memory of a device. Every other write is in the kernel itself, and its barriers alone order it."""

@@ -10,7 +10,7 @@ import torch
 
 from helpers import kernel_jobs as jobs
 from shardproof.backend.kernels.catalog import KERNELS
-from shardproof.verify.kernels.cases import PLAIN, all_cases, few_cases, run_case
+from shardproof.verify.kernels.cases import OF_ROWS, all_cases, few_cases, run_case
 from shardproof.verify.kernels.processes import PTX_EXECUTED, PeerFailed, Peers, PeersMissing
 from shardproof.verify.kernels.stories import Case
 
@@ -30,7 +30,7 @@ def wrong(peers: Peers, cases: Iterable[Case]) -> dict[str, list]:
 
 def vectors(kernel: str, world_size: int) -> Case:
     """Blocks as they are launched, 16 bytes a thread, on sizes that are multiples of 16 elements."""
-    n, width = (2 * 1024 + 16, 1) if kernel in PLAIN else (3, 1024 + 16)
+    n, width = (3, 1024 + 16) if kernel in OF_ROWS else (2 * 1024 + 16, 1)
     return Case(kernel, world_size, "bf16", n, width, block=1024)
 
 
@@ -59,7 +59,7 @@ def test_kernel_at_every_size(peers: Peers, kernel: str, world_size: int) -> Non
 @pytest.mark.full
 def test_the_code_for_an_older_architecture() -> None:
     with Peers(3, floor=f"{PTX_EXECUTED}_sm80", environment={}) as peers:
-        for kernel in EXECUTED:
+        for kernel in (each.name for each in KERNELS if each.least_architecture <= 80):
             assert wrong(peers, [*few_cases(kernel, 3), vectors(kernel, 2)]) == {}
 
 

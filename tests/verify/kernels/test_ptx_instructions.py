@@ -267,3 +267,22 @@ def test_predicates_and_choices() -> None:
 )
 def test_what_is_not_defined_to_the_bit_is_not_known(opcode: str) -> None:
     assert calculation(opcode) is None
+
+
+@pytest.mark.parametrize("kind", ["u32", "u64", "s32", "s64"])
+@given(value=st.integers(0, 2**64 - 1), position=st.integers(0, 255), length=st.integers(0, 255))
+def test_a_field_of_bits_is_the_one_of_the_isa(kind: str, value: int, position: int, length: int) -> None:
+    """The PTX ISA's own description, a bit at a time."""
+    width = width_of(kind)
+    value %= 1 << width
+    highest = min(position + length - 1, width - 1)
+    sign = value >> highest & 1 if kind[0] == "s" and length else 0
+    expected = sum(
+        (value >> (position + place) & 1 if place < length and position + place < width else sign) << place
+        for place in range(width)
+    )
+    known = calculation(f"bfe.{kind}")
+    assert known is not None
+    sources = [np.array([value], f"uint{width}").view(f"{'int' if kind[0] == 's' else 'uint'}{width}")]
+    found = known.function(*sources, *[np.array([each], np.uint32) for each in (position, length)])
+    assert int(found.view(f"uint{width}")[0]) == expected
