@@ -69,7 +69,7 @@ COMPILATION_MUTANTS = (
     CompilationMutant(
         "contraction on",
         "add_norm_gather",
-        {"assembled": "are one operation or may become one", "PTX executed": "not modelled"},
+        {"assembled": "are one operation or may become one", "PTX executed": "its bits are open"},
         options={"enable_fp_fusion": True},
     ),
     CompilationMutant(
@@ -121,7 +121,7 @@ def _executed(peers: Peers, mutant: CompilationMutant) -> str:
         try:
             outcomes = peers.run(run_changed, case, dict(mutant.options))
         except PeerFailed as error:
-            return f"refused: {str(error).strip().splitlines()[-1].partition(': ')[2]}"
+            return f"refused: {str(error).strip().splitlines()[-1].partition(': ')[2].rstrip('.')}"
         if wrong := sum(outcome.wrong_bits for outcome in outcomes):
             return f"{wrong} bits are wrong"
     return ""
