@@ -17,7 +17,7 @@ from ...core.base.files import read_text, write_text
 from ..kernels.barrier_mutants import C_MUTANTS, KERNEL_MUTANTS, TABLE_MUTANTS, found_in_c
 from ..kernels.changed_kernels import check_changed_kernels
 from ..kernels.compilation_mutants import check_compilation_mutants
-from ..kernels.floors import HOLDS, Found, kernel_floors
+from ..kernels.floors import HOLDS, Found, floors_with, kernel_floors
 from .report import Report, read_report
 
 C_SOURCE = Path(__file__).resolve().parents[2] / "backend/transport/symmetric/csrc/shared_memory.c"
@@ -66,8 +66,9 @@ def page(
     versions: Mapping[str, str],
     reports: Sequence[Report],
     date: str,
+    others: Mapping[str, Found] | None = None,
 ) -> str:
-    """The page, as Markdown."""
+    """The page, as Markdown. `others` is what was found with other versions of Triton."""
     heads = "| kernel | " + " | ".join(COLUMNS) + " |\n|---|" + "---|" * len(COLUMNS)
     rows = [
         f"| `{kernel}` | " + " | ".join(_cell(kernel, column, floors, reports) for column in COLUMNS) + " |"
@@ -91,6 +92,7 @@ def page(
             heads,
             *rows,
             "",
+            *_with_others(others or {}),
             "## Wrong on purpose",
             "",
             "| mutant | of | found by |\n|---|---|---|",
@@ -99,6 +101,21 @@ def page(
             "",
         ]
     )
+
+
+def _with_others(others: Mapping[str, Found]) -> list[str]:
+    if not others:
+        return []
+    columns = [column for column in COLUMNS if column != "device"]
+    lines = ["| with Triton | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for version, found in others.items():
+        cells = []
+        for column in columns:
+            words = {kernel: floors[column] for kernel, floors in found.items() if column in floors}
+            wrong = [kernel for kernel, each in words.items() if each != HOLDS]
+            cells.append(f"**not** {', '.join(wrong)}" if wrong else f"all {len(words)}" if words else "not yet")
+        lines.append(f"| {version} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
 
 
 def _cell(kernel: str, column: str, floors: Mapping[str, str], reports: Sequence[Report]) -> str:
@@ -115,17 +132,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", metavar="FILE", help="write the page here instead of printing it")
     parser.add_argument("--report", metavar="FILE", nargs="*", default=[], help="reports of shardproof doctor --gpus")
+    parser.add_argument("--triton", metavar="FOLDER", nargs="*", default=[], help="other versions, unpacked there")
     args = parser.parse_args(argv)
     reports = [read_report(path) for path in args.report]
     found = kernel_floors()
     versions = {name: importlib.metadata.version(name) for name in ("triton", "torch", "numpy")}
     wrong = wrong_on_purpose()
-    text = page(found, wrong, versions, reports, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"))
+    others = dict(floors_with(folder) for folder in args.triton)
+    text = page(found, wrong, versions, reports, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), others)
     if args.write is None:
         sys.stdout.write(text)
     else:
         write_text(args.write, text)
-    holds = all(words == HOLDS for floors in found.values() for words in floors.values())
+    all_found = [floors for each in (found, *others.values()) for floors in each.values()]
+    holds = all(words == HOLDS for floors in all_found for words in floors.values())
     return 0 if holds and all(words for _, _, words in wrong) else 1
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
 from ...backend.kernels.kernel import Floor
@@ -42,6 +46,24 @@ def kernel_floors(architectures: Sequence[int] = ARCHITECTURES, peers: Sequence[
     for name, words in check_kernels(explored, architectures).items():
         found[name]["model-checked"] = words or HOLDS
     return found
+
+
+def floors_with(folder: str) -> tuple[str, Found]:
+    """The version of Triton that is unpacked in `folder`, and `kernel_floors` with it. Raises `RuntimeError` where its
+    process fails."""
+    path = [folder, *sys.path]
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main()"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"with the Triton in {folder}: {done.stderr[-2000:]}")
+    version, found = json.loads(done.stdout)
+    return version, found
+
+
+def main() -> None:
+    """The process of `floors_with`: the version of Triton and what holds, on standard output."""
+    found = kernel_floors()
+    json.dump((importlib.metadata.version("triton"), found), sys.stdout)
 
 
 def _run(kernels: Sequence[str], peers: Sequence[int], launcher: str, environment: Mapping[str, str]) -> dict[str, str]:
