@@ -171,3 +171,19 @@ def multicast_sum(peer: Peer, dtype: torch.dtype) -> torch.Tensor:
     constants = {"WORLD": memory.world_size, "KIND": kind, "BLOCK": LANES}
     _launch(peer, sum_by_switch, {**arguments, "rank": memory.rank}, constants)
     return out
+
+
+@triton.jit
+def multiply_and_add(a, b, c, out, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    tl.store(out + lane, tl.load(a + lane) * tl.load(b + lane) + tl.load(c + lane))
+
+
+def multiplied_and_added(peer: Peer, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> list[torch.Tensor]:
+    """a * b + c of an exact kernel, and of one that may be contracted."""
+    outs = [torch.zeros_like(c) for _ in range(2)]
+    for out, exact in zip(outs, (True, False), strict=True):
+        peer.ground.begin()
+        kernel = Kernel("job", multiply_and_add, ("PTX executed",), exact=exact)
+        peer.launch(kernel, 1, {"a": a, "b": b, "c": c, "out": out}, {"N": c.numel()})
+    return outs

@@ -16,7 +16,8 @@ from pathlib import Path
 from ...core.base.files import read_text, write_text
 from ..kernels.barrier_mutants import C_MUTANTS, KERNEL_MUTANTS, TABLE_MUTANTS, found_in_c
 from ..kernels.changed_kernels import check_changed_kernels
-from ..kernels.floors import HOLDS, Found, kernel_floors
+from ..kernels.compilation_mutants import check_compilation_mutants
+from ..kernels.floors import HOLDS, Found, floors_with, kernel_floors
 from .report import Report, read_report
 
 C_SOURCE = Path(__file__).resolve().parents[2] / "backend/transport/symmetric/csrc/shared_memory.c"
@@ -25,28 +26,38 @@ C_SOURCE = Path(__file__).resolve().parents[2] / "backend/transport/symmetric/cs
 COLUMNS = ("interpreted", "PTX executed", "assembled", "model-checked", "device")
 
 SEEN_BY_NO_FLOOR = (
-    ("co-residency of blocks", "interpreted blocks run one after the other"),
+    ("co-residency of blocks", "blocks run one after the other, interpreted or as PTX"),
     ("order across a fabric", "processes of one host share a cache"),
-    ("races inside a block", "the interpreter has no threads"),
+    ("races inside a block", "the interpreter has no threads, and those of executed PTX go in step"),
+    ("order of a switch's additions", "the model of multimem adds in the order of the ranks"),
     ("bits of tensor cores", "no kernel here uses them"),
 )
 
 
 def wrong_on_purpose() -> list[tuple[str, str, str]]:
-    """Every mutant of a barrier: its name, what it changes, and what the model checker says of it."""
+    """Every mutant: its name, what it changes, and by which floor it is found and as what; empty for none."""
     source = read_text(str(C_SOURCE)) if C_SOURCE.exists() else None
     kernels = check_changed_kernels()
     return [
-        *((each.name, "the table", each.check().kind) for each in TABLE_MUTANTS),
-        *((each.name, "the C code", found_in_c(each.applied(source))) for each in C_MUTANTS if source is not None),
-        *((each.name, "a kernel's source", kernels[each.name]) for each in KERNEL_MUTANTS),
+        *((each.name, "the table", _explored(each.check().kind)) for each in TABLE_MUTANTS),
+        *(
+            (each.name, "the C code", _explored(found_in_c(each.applied(source))))
+            for each in C_MUTANTS
+            if source is not None
+        ),
+        *((each.name, "a kernel's source", _explored(kernels[each.name])) for each in KERNEL_MUTANTS),
+        *(
+            (name, "a kernel's compilation", "; ".join(f"{floor}: {words}" for floor, words in floors.items()))
+            for name, floors in check_compilation_mutants().items()
+        ),
     ]
 
 
-def _found(kind: str) -> str:
+def _explored(kind: str) -> str:
+    """What the model checker found, in words."""
     if kind == "refused":
         return "the reader of the code: refused"
-    return "**none**" if kind == "ok" else f"model-checked: {kind}"
+    return "" if kind == "ok" else f"model-checked: {kind}"
 
 
 def page(
@@ -55,14 +66,15 @@ def page(
     versions: Mapping[str, str],
     reports: Sequence[Report],
     date: str,
+    others: Mapping[str, Found] | None = None,
 ) -> str:
-    """The page, as Markdown."""
+    """The page, as Markdown. `others` is what was found with other versions of Triton."""
     heads = "| kernel | " + " | ".join(COLUMNS) + " |\n|---|" + "---|" * len(COLUMNS)
     rows = [
         f"| `{kernel}` | " + " | ".join(_cell(kernel, column, floors, reports) for column in COLUMNS) + " |"
         for kernel, floors in found.items()
     ]
-    mutants = [f"| {name} | {of} | {_found(kind)} |" for name, of, kind in wrong]
+    mutants = [f"| {name} | {of} | {words or '**none**'} |" for name, of, words in wrong]
     unseen = [f"| {what} | | *seen by no floor*: {why} |" for what, why in SEEN_BY_NO_FLOOR]
     words = ", ".join(f"{name} {version}" for name, version in versions.items())
     return "\n".join(
@@ -71,14 +83,16 @@ def page(
             "",
             f"Written by `python -m shardproof.verify.doctor.status` on {date}, with {words}.",
             "",
-            "*interpreted*: by Triton's interpreter, on processes that share memory. *PTX executed*: this floor is not",
-            "built yet. *assembled*: for sm_80, sm_90 and sm_100, within the limits of registers, spills and vector",
-            "width that each kernel declares. *model-checked*: the barriers read back from the compiled code, explored",
-            "under a weak memory model. *device*: in a report of `shardproof doctor --gpus`.",
+            "*interpreted*: by Triton's interpreter, on processes that share memory. *PTX executed*: the code compiled",
+            "for sm_90, instruction by instruction on the CPU, on such processes. *assembled*: for sm_80, sm_90 and",
+            "sm_100, within the limits of registers, spills and vector width that each kernel declares.",
+            "*model-checked*: the barriers read back from the compiled code, explored under a weak memory model.",
+            "*device*: in a report of `shardproof doctor --gpus`.",
             "",
             heads,
             *rows,
             "",
+            *_with_others(others or {}),
             "## Wrong on purpose",
             "",
             "| mutant | of | found by |\n|---|---|---|",
@@ -87,6 +101,21 @@ def page(
             "",
         ]
     )
+
+
+def _with_others(others: Mapping[str, Found]) -> list[str]:
+    if not others:
+        return []
+    columns = [column for column in COLUMNS if column != "device"]
+    lines = ["| with Triton | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for version, found in others.items():
+        cells = []
+        for column in columns:
+            words = {kernel: floors[column] for kernel, floors in found.items() if column in floors}
+            wrong = [kernel for kernel, each in words.items() if each != HOLDS]
+            cells.append(f"**not** {', '.join(wrong)}" if wrong else f"all {len(words)}" if words else "not yet")
+        lines.append(f"| {version} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
 
 
 def _cell(kernel: str, column: str, floors: Mapping[str, str], reports: Sequence[Report]) -> str:
@@ -103,18 +132,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", metavar="FILE", help="write the page here instead of printing it")
     parser.add_argument("--report", metavar="FILE", nargs="*", default=[], help="reports of shardproof doctor --gpus")
+    parser.add_argument("--triton", metavar="FOLDER", nargs="*", default=[], help="other versions, unpacked there")
     args = parser.parse_args(argv)
     reports = [read_report(path) for path in args.report]
     found = kernel_floors()
     versions = {name: importlib.metadata.version(name) for name in ("triton", "torch", "numpy")}
     wrong = wrong_on_purpose()
-    text = page(found, wrong, versions, reports, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"))
+    others = dict(floors_with(folder) for folder in args.triton)
+    text = page(found, wrong, versions, reports, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), others)
     if args.write is None:
         sys.stdout.write(text)
     else:
         write_text(args.write, text)
-    holds = all(words == HOLDS for floors in found.values() for words in floors.values())
-    return 0 if holds and all(kind != "ok" for _, _, kind in wrong) else 1
+    all_found = [floors for each in (found, *others.values()) for floors in each.values()]
+    holds = all(words == HOLDS for floors in all_found for words in floors.values())
+    return 0 if holds and all(words for _, _, words in wrong) else 1
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ PACKED = 8
 @dataclass(frozen=True)
 class Assembled:
     """One kernel for one architecture: registers of a thread, spilled loads and stores, shared memory of a block, the
-    widest load of a peer's memory in bytes, fused products and sums, and the PTX."""
+    widest load of a peer's memory in bytes, the PTX, and its operations that are products and sums in one or that
+    ptxas may make so: those that do not ask for a rounding of their own (PTX ISA, "add")."""
 
     kernel: str
     architecture: int
@@ -69,7 +70,7 @@ class Assembled:
         if self.vector_bytes < limits.vector_bytes:
             found.append(f"peers are read {self.vector_bytes} bytes at a time, not {limits.vector_bytes}")
         if kernel.exact and self.fused:
-            found.append(f"{self.fused} products and sums are one operation")
+            found.append(f"{self.fused} products and sums are one operation or may become one")
         return "; ".join(found)
 
 
@@ -90,9 +91,7 @@ def constants_of(kernel: Kernel) -> dict[str, Any]:
 
 def assembled(kernel: Kernel, architecture: int, changes: Mapping[str, Any] | None = None) -> Assembled:
     """Compiles a kernel here; `changes` are other options of the compiler."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from .compiling import compiled
 
     constants, names = constants_of(kernel), kernel.function.arg_names
     types = {name: TYPES[name] for name in names if name not in constants}
@@ -101,14 +100,8 @@ def assembled(kernel: Kernel, architecture: int, changes: Mapping[str, Any] | No
         for index, name in enumerate(names)
         if name in types and (types[name].startswith("*") or name in MULTIPLES)
     }
-    source = ASTSource(
-        fn=kernel.function,
-        signature={**types, **dict.fromkeys(constants, "constexpr")},
-        constexprs=constants,
-        attrs=aligned,
-    )
-    options = {**kernel.options, **(changes or {})}
-    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    types |= dict.fromkeys(constants, "constexpr")
+    made = compiled(kernel, types, constants, aligned, architecture=architecture, changes=changes)
     ptx, usage = made.asm["ptx"], _usage(made.asm["cubin"])
     return Assembled(
         kernel=kernel.name,
@@ -117,9 +110,14 @@ def assembled(kernel: Kernel, architecture: int, changes: Mapping[str, Any] | No
         spills=usage["spills"],
         shared_bytes=made.metadata.shared,
         vector_bytes=vector_bytes(ptx),
-        fused=len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32", ptx)),
+        fused=fused(ptx),
         ptx=ptx,
     )
+
+
+def fused(ptx: str) -> int:
+    """How many products and sums of fp32 are one operation, or are left to ptxas to make one."""
+    return len(re.findall(r"\b(?:fma\.rn|add|sub|mul)(?:\.ftz)?\.f32\b", ptx))
 
 
 def vector_bytes(ptx: str) -> int:

@@ -85,9 +85,15 @@ class SourceMutant:
 
     def applied(self, source: str) -> str:
         """Raises `ValueError` where the text is not there once."""
-        if source.count(self.before) != 1:
-            raise ValueError(f"mutant {self.name!r}: {self.before!r} is there {source.count(self.before)} times.")
-        return source.replace(self.before, self.after)
+        return replaced_once(self.name, source, self.before, self.after)
+
+
+def replaced_once(name: str, source: str, before: str, after: str) -> str:
+    """`source` with `after` in the place of `before`. Raises `ValueError`, with the mutant's name, where that is not
+    there once."""
+    if source.count(before) != 1:
+        raise ValueError(f"mutant {name!r}: {before!r} is there {source.count(before)} times.")
+    return source.replace(before, after)
 
 
 _WAIT = (

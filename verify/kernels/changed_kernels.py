@@ -39,17 +39,17 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, text) in enumerate(texts.items()):
-            collectives = _with_meet(text, Path(folder) / f"changed_{number}")
+            collectives = collectives_with("meet", text, Path(folder) / f"changed_{number}")
             changed = replace(kernel("all_gather"), function=collectives.all_gather)
             found[name] = what_is_wrong(changed).partition(":")[0] or "ok"
     json.dump(found, sys.stdout)
 
 
-def _with_meet(text: str, folder: Path) -> ModuleType:
-    """The collectives over another `meet`, as modules with files of their own, which Triton reads."""
+def collectives_with(file: str, text: str, folder: Path) -> ModuleType:
+    """The collectives with another text of one of `FILES`, as modules with files of their own, which Triton reads."""
     folder.mkdir()
     for name in FILES:
-        (folder / f"{name}.py").write_text(text if name == "meet" else read_text(str(KERNELS / f"{name}.py")))
+        (folder / f"{name}.py").write_text(text if name == file else read_text(str(KERNELS / f"{name}.py")))
     package = f"{__package__.rpartition('.verify.')[0]}.backend.{folder.name}"
     (folder / "__init__.py").touch()
     for name in ("__init__", *FILES):

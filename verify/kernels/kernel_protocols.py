@@ -11,14 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from ...backend.kernels.kernel import Kernel
 from ...backend.transport.symmetric.barrier import COLLECTIVES, Step
 from ...core.base.reduction import merges_of
+from . import compiling
 from .memory_model import Explored, Op, Program, explore
 from .protocols import SIZES, UnreadProtocol, pad, pads_of
 from .ptx_accesses import MULTICAST, PADS, PRIVATE, TABLE, Access, Launch, accesses
@@ -60,8 +58,7 @@ def compiled(kernel: Kernel, world_size: int, architecture: int = 90) -> Compile
         each.name: "constexpr" if each.is_constexpr else _TYPES.get(each.name) or each.annotation for each in parameters
     }
     used = {each.name: constants[each.name] for each in parameters if each.is_constexpr}
-    source = ASTSource(fn=kernel.function, signature=signature, constexprs=used)
-    ptx = str(triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=kernel.options).asm["ptx"])
+    ptx = str(compiling.compiled(kernel, signature, used, architecture=architecture).asm["ptx"])
     return Compiled(kernel, world_size, ptx, tuple(each.name for each in parameters if not each.is_constexpr))
 
 

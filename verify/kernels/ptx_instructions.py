@@ -62,6 +62,16 @@ def calculation(opcode: str) -> Calculation | None:
     return make(name, rest) if make and rest else None
 
 
+def why_unknown(opcode: str) -> str:
+    """Why there is no calculation of that name."""
+    name, *rest = opcode.split(".")
+    if name in ("add", "sub", "mul") and rest[-1] in ("f32", "f64", *_HALVES) and "rn" not in rest:
+        return "without .rn ptxas may make it one operation with another, so its bits are open"
+    if "approx" in rest or "full" in rest:
+        return "the ISA promises a bound of its error and no bits"
+    return "an instruction that is not modelled"
+
+
 def _is_whole(kind: str, letters: str = "bsu") -> bool:
     return re.fullmatch(rf"[{letters}](8|16|32|64)", kind) is not None
 

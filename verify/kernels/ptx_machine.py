@@ -23,7 +23,7 @@ from .ptx_block import (
     source,
     target,
 )
-from .ptx_instructions import calculation
+from .ptx_instructions import calculation, why_unknown
 from .ptx_memory import MemoryFault
 from .ptx_multicast import multicast
 from .ptx_parser import Line, Program, parsed, registers
@@ -82,7 +82,7 @@ def _instruction(program: Program, line: Line) -> Instruction:
         return Instruction(line, "barrier")
     step = transfer(program, line) or multicast(program, line) or _calculation(program, line)
     if step is None:
-        raise UnknownInstruction(line)
+        raise UnknownInstruction(line, why_unknown(line.opcode))
     return Instruction(line, "step", step)
 
 

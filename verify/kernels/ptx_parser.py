@@ -90,7 +90,7 @@ def _read(statement: str, lines: list[Line], registers: dict[str, str]) -> None:
     elif found := _INSTRUCTION.fullmatch(statement):
         guard, opcode, operands = found.groups()
         split = tuple(part.strip() for part in _OPERAND.findall(operands))
-        lines.append(Line(guard or "", opcode, split, f"{statement};"))
+        lines.append(Line(guard or "", opcode, split, f"{' '.join(statement.split())};"))
     elif statement:
         raise UnreadPTX(f"{statement}: no instruction that the reader knows.")
 

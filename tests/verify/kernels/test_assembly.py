@@ -8,7 +8,7 @@ import pytest
 
 from shardproof.backend.kernels.catalog import KERNELS
 from shardproof.backend.kernels.kernel import Limits
-from shardproof.verify.kernels.assembly import ARCHITECTURES, Assembled, assemble, vector_bytes
+from shardproof.verify.kernels.assembly import ARCHITECTURES, Assembled, assemble, fused, vector_bytes
 
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
 
@@ -38,9 +38,24 @@ def test_what_is_beyond_a_limit_is_said() -> None:
         ({"registers": 65}, "65 registers are more than 64"),
         ({"spills": 1}, "1 spilled loads and stores are more than 0"),
         ({"vector_bytes": 2}, "peers are read 2 bytes at a time, not 16"),
-        ({"fused": 3}, "3 products and sums are one operation"),
+        ({"fused": 3}, "3 products and sums are one operation or may become one"),
     ):
         assert replace(right, **wrong).why_not(kernel) == words
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("fma.rn.f32 %r1, %r2, %r3, %r4;", 1),
+        ("add.f32 %r1, %r2, %r3;", 1),
+        ("mul.ftz.f32 %r1, %r2, %r3;", 1),
+        ("add.rn.f32 %r1, %r2, %r3;", 0),
+        ("add.s32 %r1, %r2, %r3;", 0),
+        ("fma.rn.bf16 %rs1, %rs2, %rs3, %rs4;", 0),
+    ],
+)
+def test_operations_that_may_become_one_are_counted(line: str, count: int) -> None:
+    assert fused(line) == count
 
 
 @pytest.mark.parametrize(

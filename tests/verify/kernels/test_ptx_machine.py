@@ -189,7 +189,9 @@ def test_all_threads_add_to_a_counter() -> None:
 @pytest.mark.parametrize(
     ("instruction", "words"),
     [
-        ("ex2.approx.ftz.f32 %r1, %r2;", "ex2.approx.ftz.f32 %r1, %r2;: an instruction that is not modelled"),
+        ("ex2.approx.ftz.f32 %r1, %r2;", "a bound of its error and no bits"),
+        ("mul.f32 %r1, %r2, %r3;", "without .rn ptxas may make it one operation with another"),
+        ("tanh.f32 %r1, %r2;", "tanh.f32 %r1, %r2;: an instruction that is not modelled"),
         ("add.s32 %r1, %x2, 1;", "%x2 is neither a declared register nor a number"),
         ("add.s64 %rd1, %r2, 1;", "%r2 of type b32 is read as s64"),
         ("add.s32 %r1, %r2;", "2 operands in the place of 3"),
