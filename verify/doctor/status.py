@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...core.base.files import read_text, write_text
-from ..kernels.barrier_mutants import C_MUTANTS, KERNEL_MUTANTS, TABLE_MUTANTS, found_in_c
+from ..kernels.barrier_mutants import C_MUTANTS, KERNEL_MUTANTS, MULTICAST_MUTANTS, TABLE_MUTANTS, found_in_c
 from ..kernels.changed_kernels import check_changed_kernels
 from ..kernels.compilation_mutants import check_compilation_mutants
 from ..kernels.floors import HOLDS, Found, floors_with, kernel_floors
@@ -45,7 +45,10 @@ def wrong_on_purpose() -> list[tuple[str, str, str]]:
             for each in C_MUTANTS
             if source is not None
         ),
-        *((each.name, "a kernel's source", _explored(kernels[each.name])) for each in KERNEL_MUTANTS),
+        *(
+            (each.name, "a kernel's source", _explored(kernels[each.name]))
+            for each in (*KERNEL_MUTANTS, *MULTICAST_MUTANTS)
+        ),
         *(
             (name, "a kernel's compilation", "; ".join(f"{floor}: {words}" for floor, words in floors.items()))
             for name, floors in check_compilation_mutants().items()
@@ -92,6 +95,7 @@ def page(
             heads,
             *rows,
             "",
+            *_not_on(list(found)),
             *_with_others(others or {}),
             "## Wrong on purpose",
             "",
@@ -101,6 +105,18 @@ def page(
             "",
         ]
     )
+
+
+def _not_on(kernels: Sequence[str]) -> list[str]:
+    """Why kernels do not stand on a floor, a line for each reason."""
+    from ...backend.kernels.catalog import KERNELS
+
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for kernel in (each for each in KERNELS if each.name in kernels):
+        for floor, why in kernel.not_on.items():
+            reasons.setdefault((floor, why), []).append(f"`{kernel.name}`")
+    lines = [f"Not {floor}: {', '.join(names)}. {why}." for (floor, why), names in reasons.items()]
+    return [*lines, ""] if lines else []
 
 
 def _with_others(others: Mapping[str, Found]) -> list[str]:
@@ -113,7 +129,7 @@ def _with_others(others: Mapping[str, Found]) -> list[str]:
         for column in columns:
             words = {kernel: floors[column] for kernel, floors in found.items() if column in floors}
             wrong = [kernel for kernel, each in words.items() if each != HOLDS]
-            cells.append(f"**not** {', '.join(wrong)}" if wrong else f"all {len(words)}" if words else "not yet")
+            cells.append(f"**not** {', '.join(wrong)}" if wrong else f"all {len(words)}" if words else "-")
         lines.append(f"| {version} | " + " | ".join(cells) + " |")
     return [*lines, ""]
 
@@ -123,7 +139,7 @@ def _cell(kernel: str, column: str, floors: Mapping[str, str], reports: Sequence
         devices = [report.device for report in reports if report.kernels.get(kernel, {}).get("device") == HOLDS]
         return "; ".join(devices) or "not yet"
     if column not in floors:
-        return "not yet"
+        return "-"
     return "yes" if floors[column] == HOLDS else f"**no**: {floors[column]}"
 
 

@@ -26,6 +26,7 @@ WORLD = 8
 TYPES = {
     "table": "u64",
     "pads": "u64",
+    "multicast": "u64",
     "out": "*bf16",
     "n": "i64",
     "rank": "i32",
@@ -162,5 +163,10 @@ def main() -> None:
 
     names, architectures = json.loads(sys.stdin.read())
     kernels = [kernel for kernel in KERNELS if not names or kernel.name in names]
-    found = [assembled(kernel, architecture) for kernel in kernels for architecture in architectures]
+    found = [
+        assembled(kernel, architecture)
+        for kernel in kernels
+        for architecture in architectures
+        if architecture >= kernel.least_architecture
+    ]
     json.dump([asdict(each) for each in found], sys.stdout)

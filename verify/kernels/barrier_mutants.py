@@ -167,7 +167,23 @@ KERNEL_MUTANTS = (
     SourceMutant("waits for no signal", "refused", _WAIT_SWAP, _WAIT_SWAP.replace("!=", "==")),
     SourceMutant("signals for one GPU", "refused", "tl.constexpr(SCOPE)", 'tl.constexpr("gpu")'),
 )
-"""Of `backend/kernels/meet.py`."""
+"""Of `backend/kernels/meet.py`, under an all-gather."""
+
+_STORES_EVERYWHERE = """    SIZE: tl.constexpr = size_of(out.dtype.element_ty)
+    UNITS: tl.constexpr = BLOCK * SIZE // UNIT
+    count = (n * SIZE + UNIT - 1) // UNIT
+    own = own_buffer(table, rank)
+    first"""
+_READS_ITS_OWN = "    between_addresses()\n    for peer in"
+_MEETS = "    meet_at_entry(pads, rank, WORLD)\n"
+_FENCE = "fence.proxy.alias; "
+
+MULTICAST_MUTANTS = (
+    SourceMutant("stores everywhere before it meets", "wrong data", _MEETS + _STORES_EVERYWHERE, _STORES_EVERYWHERE),
+    SourceMutant("reads what peers store before it meets", "wrong data", _MEETS + _READS_ITS_OWN, _READS_ITS_OWN),
+    SourceMutant("no fence between two addresses", "refused", _FENCE, ""),
+)
+"""Of `backend/kernels/multicast.py`, of its all-gather."""
 
 _PARTS_OF_C = (
     ("put_chunk", "take_chunk", check_chunks),

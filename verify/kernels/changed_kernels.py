@@ -12,15 +12,16 @@ from pathlib import Path
 from types import ModuleType
 
 from ...core.base.files import read_text
-from .barrier_mutants import KERNEL_MUTANTS
+from .barrier_mutants import KERNEL_MUTANTS, MULTICAST_MUTANTS
 
 KERNELS = Path(__file__).resolve().parents[2] / "backend" / "kernels"
-FILES = ("peers", "tree", "meet", "collectives")
+FILES = ("peers", "tree", "meet", "collectives", "multicast")
 UNCHANGED = "unchanged"
 
 
 def check_changed_kernels() -> dict[str, str]:
-    """What the checker says of an all-gather over each of `KERNEL_MUTANTS`, and over `meet` as it is."""
+    """What the checker says of an all-gather over each of `KERNEL_MUTANTS`, of one by multicast with each of
+    `MULTICAST_MUTANTS`, and of both as they are."""
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -34,24 +35,30 @@ def main() -> None:
     from ...backend.kernels.catalog import kernel
     from .kernel_protocols import what_is_wrong
 
-    meet = read_text(str(KERNELS / "meet.py"))
-    texts = {UNCHANGED: meet, **{mutant.name: mutant.applied(meet) for mutant in KERNEL_MUTANTS}}
-    found = {}
+    found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, (name, text) in enumerate(texts.items()):
-            collectives = collectives_with("meet", text, Path(folder) / f"changed_{number}")
-            changed = replace(kernel("all_gather"), function=collectives.all_gather)
-            found[name] = what_is_wrong(changed).partition(":")[0] or "ok"
+        for file, name, mutants in (
+            ("meet", "all_gather", KERNEL_MUTANTS),
+            ("multicast", "all_gather_multicast", MULTICAST_MUTANTS),
+        ):
+            source = read_text(str(KERNELS / f"{file}.py"))
+            texts = {f"{UNCHANGED} {name}": source, **{mutant.name: mutant.applied(source) for mutant in mutants}}
+            for mutant_name, text in texts.items():
+                module = "collectives" if file == "meet" else file
+                modules = modules_with(file, text, Path(folder) / f"changed_{len(found)}")
+                changed = replace(kernel(name), function=getattr(modules[module], name))
+                found[mutant_name] = what_is_wrong(changed).partition(":")[0] or "ok"
     json.dump(found, sys.stdout)
 
 
-def collectives_with(file: str, text: str, folder: Path) -> ModuleType:
-    """The collectives with another text of one of `FILES`, as modules with files of their own, which Triton reads."""
+def modules_with(file: str, text: str, folder: Path) -> dict[str, ModuleType]:
+    """The modules of `FILES`, one of them with another text, as modules with files of their own, which Triton reads."""
     folder.mkdir()
     for name in FILES:
         (folder / f"{name}.py").write_text(text if name == file else read_text(str(KERNELS / f"{name}.py")))
     package = f"{__package__.rpartition('.verify.')[0]}.backend.{folder.name}"
     (folder / "__init__.py").touch()
+    modules = {}
     for name in ("__init__", *FILES):
         full = package if name == "__init__" else f"{package}.{name}"
         spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")
@@ -59,4 +66,5 @@ def collectives_with(file: str, text: str, folder: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         sys.modules[full] = module
         spec.loader.exec_module(module)
-    return module
+        modules[name] = module
+    return modules

@@ -7,10 +7,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ...backend.kernels.kernel import Kernel
 from ...core.base.files import read_text
@@ -104,12 +106,12 @@ def main() -> None:
 def _assembled(mutant: CompilationMutant, folder: Path) -> str:
     from ...backend.kernels.catalog import kernel
     from .assembly import assembled
-    from .changed_kernels import KERNELS, collectives_with
+    from .changed_kernels import KERNELS, modules_with
 
     original = changed = kernel(mutant.kernel)
     if mutant.before:
         text = replaced_once(mutant.name, read_text(str(KERNELS / "peers.py")), mutant.before, mutant.after)
-        collectives = collectives_with("peers", text, folder / f"of_{mutant.kernel}")
+        collectives = modules_with("peers", text, folder / f"of_{mutant.kernel}")["collectives"]
         changed = replace(changed, function=getattr(collectives, mutant.kernel))
     return assembled(ChangedKernel.of(changed, mutant.options), ARCHITECTURE).why_not(original)
 
@@ -131,7 +133,13 @@ def run_changed(peer: Peer, case: Any, options: Mapping[str, Any]) -> Any:
     """A job: a case of a kernel that is compiled with other options."""
     from .cases import run_case
 
-    def launch(kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-        peer.launch(ChangedKernel.of(kernel, options), num_blocks, arguments, constants)
+    def launch(
+        kernel: Kernel,
+        num_blocks: int,
+        arguments: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        reached: Sequence[Tensor] = (),
+    ) -> None:
+        peer.launch(ChangedKernel.of(kernel, options), num_blocks, arguments, constants, reached)
 
     return run_case(replace(peer, launch=launch), case)

@@ -272,6 +272,10 @@ def main() -> None:
     names, architectures = json.loads(sys.stdin.read())
     found = {}
     for kernel in (each for each in KERNELS if not names or each.name in names):
-        wrong = ((architecture, what_is_wrong(kernel, architecture)) for architecture in architectures)
+        wrong = (
+            (architecture, what_is_wrong(kernel, architecture))
+            for architecture in architectures
+            if architecture >= kernel.least_architecture
+        )
         found[kernel.name] = next((f"sm_{architecture}: {words}" for architecture, words in wrong if words), "")
     json.dump(found, sys.stdout)

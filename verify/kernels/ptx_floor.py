@@ -28,13 +28,13 @@ def launcher(ground: Ground, architecture: int = ARCHITECTURE) -> Launcher:
         constants: Mapping[str, Any],
         reached: Sequence[Tensor] = (),
     ) -> None:
-        ground.begin()
         code = code_of_launch(kernel, arguments, constants, architecture)
         ready = executable(code.ptx)
         types = ready.program.parameters
         values = [_bits(arguments[name], types[index]) for index, name in enumerate(code.parameters)]
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         others = {f"tensor {number} in memory": tensor for number, tensor in enumerate(reached)}
+        ground.begin()  # a compilation before it takes none of its patience
         ready.run(
             Surroundings(
                 parameters=(*values, *[0] * (len(types) - len(values))),  # scratch memory: there is none

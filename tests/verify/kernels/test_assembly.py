@@ -26,7 +26,7 @@ def test_every_kernel_keeps_its_limits(hopper: list[Assembled]) -> None:
 @pytest.mark.full
 def test_every_kernel_keeps_its_limits_on_all_architectures() -> None:
     found = assemble(architectures=ARCHITECTURES)
-    assert len(found) == len(KERNELS) * len(ARCHITECTURES)
+    assert len(found) == sum(kernel.least_architecture <= each for kernel in KERNELS for each in ARCHITECTURES)
     assert [why for each in found if (why := each.why_not(KERNEL[each.kernel]))] == []
 
 
