@@ -86,7 +86,7 @@ def test_a_kernel_that_does_not_wait_is_found(peers: Peers) -> None:
 def test_a_rank_that_does_not_come_is_named(peers: Peers) -> None:
     case = Case("all_gather", 3, "fp32", 100)
     assert wrong(peers, [case]) == {}  # its code is in Triton's cache, so nobody waits for a compiler below
-    with Peers(3, floor=PTX_EXECUTED, environment={}, patience_s=1.0) as impatient:
+    with Peers(3, floor=PTX_EXECUTED, environment={}, patience_s=3.0) as impatient:
         with pytest.raises(PeersMissing, match=r"ranks \[1\] did not come: rank 0 waits for rank 1 in block 0"):
             impatient.run(jobs.run_case_unless, case, 1, "returns")
         assert wrong(impatient, [case]) == {}
