@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from ...core.base.files import read_text
 from .barrier_mutants import KERNEL_MUTANTS
@@ -39,14 +39,15 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, text) in enumerate(texts.items()):
-            collectives = collectives_with("meet", text, Path(folder) / f"changed_{number}")
-            changed = replace(kernel("all_gather"), function=collectives.all_gather)
+            function = changed_function("all_gather", "meet", text, Path(folder) / f"changed_{number}")
+            changed = replace(kernel("all_gather"), function=function)
             found[name] = what_is_wrong(changed).partition(":")[0] or "ok"
     json.dump(found, sys.stdout)
 
 
-def collectives_with(file: str, text: str, folder: Path) -> ModuleType:
-    """The collectives with another text of one of `FILES`, as modules with files of their own, which Triton reads."""
+def changed_function(kernel: str, file: str, text: str, folder: Path) -> Any:
+    """A kernel's function with another text of one of `FILES`, in modules with files of their own, which Triton
+    reads, in a new `folder`."""
     folder.mkdir()
     for name in FILES:
         (folder / f"{name}.py").write_text(text if name == file else read_text(str(KERNELS / f"{name}.py")))
@@ -59,4 +60,4 @@ def collectives_with(file: str, text: str, folder: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         sys.modules[full] = module
         spec.loader.exec_module(module)
-    return module
+    return next(found for name in FILES if (found := getattr(sys.modules[f"{package}.{name}"], kernel, None)))

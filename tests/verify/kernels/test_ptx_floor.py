@@ -99,6 +99,13 @@ def test_bf16_is_added_and_rounded_as_compiled(peers: Peers) -> None:
     assert torch.equal(got, source + source)
 
 
+def test_threads_that_do_not_wait_for_what_others_write_are_a_race(peers: Peers) -> None:
+    """In step they would read the right values."""
+    assert peers.run(jobs.turned_through_memory, True, world_size=1)[0].tolist() == list(range(127, -1, -1))
+    with pytest.raises(PeerFailed, match=r"thread \d+ reads byte \d+ of scratch, which thread \d+ writes"):
+        peers.run(jobs.turned_through_memory, False, world_size=1)
+
+
 def test_memory_beyond_an_argument_is_refused(peers: Peers) -> None:
     with pytest.raises(PeerFailed, match=r"ld\.global\S+ .* bytes beyond the end of source of 12 bytes"):
         peers.run(jobs.converted_beyond, torch.ones(3), world_size=1)
