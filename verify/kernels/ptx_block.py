@@ -32,7 +32,7 @@ class UnknownInstruction(NotImplementedError):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LaunchContext:
     """What all blocks of a launch share. `parameters` are the bits of the kernel's parameters; `failed(address)` is
     called after a compare-and-swap that found another value."""
 
@@ -48,7 +48,7 @@ class Surroundings:
 class Block:
     """Block `number` of a launch before its first instruction."""
 
-    def __init__(self, launch: Surroundings, number: int):
+    def __init__(self, launch: LaunchContext, number: int):
         self.launch = launch
         self.shared = Memory([Shared(launch.shared_bytes)])
         self.num_threads = launch.num_threads

@@ -17,7 +17,7 @@ from .ptx_block import (
     Array,
     Block,
     Step,
-    Surroundings,
+    LaunchContext,
     UnknownInstruction,
     expect,
     source,
@@ -58,7 +58,7 @@ class Executable:
         self.program = program
         self.instructions = tuple(_instruction(program, line) for line in program.lines)
 
-    def run(self, launch: Surroundings) -> None:
+    def run(self, launch: LaunchContext) -> None:
         """Carries out a launch. Raises `MemoryFault`, `BlockRace` and what `launch.failed` raises."""
         with np.errstate(all="ignore"):  # overflows and invalid operations have results, as on a device
             for number in range(launch.num_blocks):
