@@ -97,7 +97,7 @@ def test_a_rank_that_does_not_come_is_named(peers: Peers) -> None:
 
 def test_code_is_specialised_as_a_launch_specialises_it() -> None:
     kernel, out = catalog.kernel("all_gather"), torch.zeros(4096, dtype=torch.bfloat16)
-    arguments = {"table": 1 << 20, "pads": 1 << 21, "out": out, "n": 2048, "rank": 1}
+    arguments = {"table": 1 << 20, "pads": 1 << 21, "out": out, "n": 2048, "rank": 3}
     constants = {"WORLD": 2, "BLOCK": 1024}
     wide = code_of_launch(kernel, arguments, constants, 90)
     assert wide.parameters == ("table", "pads", "out", "n", "rank")
