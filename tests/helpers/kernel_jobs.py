@@ -186,3 +186,19 @@ def multiplied_and_added(peer: Peer, a: torch.Tensor, b: torch.Tensor, c: torch.
         kernel = Kernel("job", multiply_and_add, ("PTX executed",), exact=exact)
         peer.launch(kernel, 1, {"a": a, "b": b, "c": c, "out": out}, {"N": c.numel()})
     return outs
+
+
+@triton.jit
+def turn_through_memory(scratch, out, N: tl.constexpr, WAITS: tl.constexpr):
+    lane = tl.arange(0, N)
+    tl.store(scratch + lane, lane)
+    if WAITS:
+        tl.debug_barrier()
+    tl.store(out + lane, tl.load(scratch + N - 1 - lane))
+
+
+def turned_through_memory(peer: Peer, waits: bool) -> torch.Tensor:
+    """Numbers in the opposite order, each read from where another thread wrote it."""
+    scratch, out = torch.zeros(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    _launch(peer, turn_through_memory, {"scratch": scratch, "out": out}, {"N": 128, "WAITS": waits})
+    return out

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shardproof.verify.kernels.ptx_block import Surroundings
+from shardproof.verify.kernels.ptx_block import LaunchContext
 from shardproof.verify.kernels.ptx_machine import executable
 from shardproof.verify.kernels.ptx_memory import Memory, Multicast, Region
 
@@ -39,7 +39,7 @@ def carry_out(
         Region(f"array {index}", each.ctypes.data, each.nbytes, is_writable) for index, each in enumerate(arrays)
     ]
     executable(text(body, num_threads, len(arrays))).run(
-        Surroundings(
+        LaunchContext(
             parameters=tuple(each.ctypes.data for each in arrays),
             num_blocks=num_blocks,
             num_threads=num_threads,

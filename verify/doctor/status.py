@@ -28,7 +28,7 @@ COLUMNS = ("interpreted", "PTX executed", "assembled", "model-checked", "device"
 SEEN_BY_NO_FLOOR = (
     ("co-residency of blocks", "blocks run one after the other, interpreted or as PTX"),
     ("order across a fabric", "processes of one host share a cache"),
-    ("races inside a block", "the interpreter has no threads, and those of executed PTX go in step"),
+    ("a thread that writes too early what others of its block still read", "executed PTX goes in step"),
     ("order of a switch's additions", "the model of multimem adds in the order of the ranks"),
     ("bits of tensor cores", "no kernel here uses them"),
 )

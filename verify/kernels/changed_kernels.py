@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from ...core.base.files import read_text
 from .barrier_mutants import KERNEL_MUTANTS, MULTICAST_MUTANTS
@@ -44,21 +44,19 @@ def main() -> None:
             source = read_text(str(KERNELS / f"{file}.py"))
             texts = {f"{UNCHANGED} {name}": source, **{mutant.name: mutant.applied(source) for mutant in mutants}}
             for mutant_name, text in texts.items():
-                module = "collectives" if file == "meet" else file
-                modules = modules_with(file, text, Path(folder) / f"changed_{len(found)}")
-                changed = replace(kernel(name), function=getattr(modules[module], name))
-                found[mutant_name] = what_is_wrong(changed).partition(":")[0] or "ok"
+                function = changed_function(name, file, text, Path(folder) / f"changed_{len(found)}")
+                found[mutant_name] = what_is_wrong(replace(kernel(name), function=function)).partition(":")[0] or "ok"
     json.dump(found, sys.stdout)
 
 
-def modules_with(file: str, text: str, folder: Path) -> dict[str, ModuleType]:
-    """The modules of `FILES`, one of them with another text, as modules with files of their own, which Triton reads."""
+def changed_function(kernel: str, file: str, text: str, folder: Path) -> Any:
+    """A kernel's function with another text of one of `FILES`, in modules with files of their own, which Triton
+    reads, in a new `folder`."""
     folder.mkdir()
     for name in FILES:
         (folder / f"{name}.py").write_text(text if name == file else read_text(str(KERNELS / f"{name}.py")))
     package = f"{__package__.rpartition('.verify.')[0]}.backend.{folder.name}"
     (folder / "__init__.py").touch()
-    modules = {}
     for name in ("__init__", *FILES):
         full = package if name == "__init__" else f"{package}.{name}"
         spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")
@@ -66,5 +64,4 @@ def modules_with(file: str, text: str, folder: Path) -> dict[str, ModuleType]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[full] = module
         spec.loader.exec_module(module)
-        modules[name] = module
-    return modules
+    return next(found for name in FILES if (found := getattr(sys.modules[f"{package}.{name}"], kernel, None)))

@@ -1,5 +1,5 @@
-"""Kernels compiled as they should not be, and which floor finds it: "assembled" by what the code takes, "PTX executed"
-by its bits or because the bits of an instruction are left open."""
+"""Kernels whose code is not what it should be, and which floor finds it: "assembled" by what the code takes, "PTX
+executed" by its bits or because the bits of an instruction are left open."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from ...backend.kernels.kernel import Kernel
 from ...core.base.files import read_text
 from .barrier_mutants import replaced_once
+from .changed_kernels import KERNELS, changed_function
 from .processes import PTX_EXECUTED, Peer, PeerFailed, Peers
 
 ARCHITECTURE = 90
@@ -41,7 +42,7 @@ class ChangedKernel(Kernel):
 
 @dataclass(frozen=True)
 class CompilationMutant:
-    """A kernel of the catalog with other options of the compiler, or over a `peers.py` where `before` is `after`.
+    """A kernel of the catalog with other options of the compiler, or with a `file` in which `before` is `after`.
 
     `finds` has, of each floor that must find it, words that the floor says.
     """
@@ -50,8 +51,20 @@ class CompilationMutant:
     kernel: str
     finds: Mapping[str, str]
     options: Mapping[str, Any] = field(default_factory=dict)
+    file: str = ""
     before: str = ""
     after: str = ""
+
+    def kernel_in(self, folder: Path) -> Kernel:
+        """The changed kernel, its source below `folder`."""
+        from ...backend.kernels.catalog import kernel
+
+        changed = kernel(self.kernel)
+        if self.file:
+            text = replaced_once(self.name, read_text(str(KERNELS / f"{self.file}.py")), self.before, self.after)
+            function = changed_function(self.kernel, self.file, text, folder / f"changed_{self.file}")
+            changed = replace(changed, function=function)
+        return ChangedKernel.of(changed, self.options)
 
 
 COMPILATION_MUTANTS = (
@@ -59,6 +72,7 @@ COMPILATION_MUTANTS = (
         "scalar loads",
         "all_gather",
         {"assembled": "peers are read 2 bytes at a time"},
+        file="peers",
         before="return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)",
         after="return address.to(tl.pointer_type(dtype))",
     ),
@@ -91,7 +105,7 @@ def check_compilation_mutants() -> dict[str, dict[str, str]]:
     }
     with Peers(2, floor=PTX_EXECUTED, environment={}) as peers:
         for mutant in COMPILATION_MUTANTS:
-            if mutant.options and (words := _executed(peers, mutant)):
+            if words := _executed(peers, mutant):
                 found[mutant.name]["PTX executed"] = words
     return found
 
@@ -106,14 +120,8 @@ def main() -> None:
 def _assembled(mutant: CompilationMutant, folder: Path) -> str:
     from ...backend.kernels.catalog import kernel
     from .assembly import assembled
-    from .changed_kernels import KERNELS, modules_with
 
-    original = changed = kernel(mutant.kernel)
-    if mutant.before:
-        text = replaced_once(mutant.name, read_text(str(KERNELS / "peers.py")), mutant.before, mutant.after)
-        collectives = modules_with("peers", text, folder / f"of_{mutant.kernel}")["collectives"]
-        changed = replace(changed, function=getattr(collectives, mutant.kernel))
-    return assembled(ChangedKernel.of(changed, mutant.options), ARCHITECTURE).why_not(original)
+    return assembled(mutant.kernel_in(folder), ARCHITECTURE).why_not(kernel(mutant.kernel))
 
 
 def _executed(peers: Peers, mutant: CompilationMutant) -> str:
@@ -121,7 +129,7 @@ def _executed(peers: Peers, mutant: CompilationMutant) -> str:
 
     for case in few_cases(mutant.kernel, peers.world_size):
         try:
-            outcomes = peers.run(run_changed, case, dict(mutant.options))
+            outcomes = peers.run(run_changed, case, mutant)
         except PeerFailed as error:
             return f"refused: {str(error).strip().splitlines()[-1].partition(': ')[2].rstrip('.')}"
         if wrong := sum(outcome.wrong_bits for outcome in outcomes):
@@ -129,17 +137,20 @@ def _executed(peers: Peers, mutant: CompilationMutant) -> str:
     return ""
 
 
-def run_changed(peer: Peer, case: Any, options: Mapping[str, Any]) -> Any:
-    """A job: a case of a kernel that is compiled with other options."""
+def run_changed(peer: Peer, case: Any, mutant: CompilationMutant) -> Any:
+    """A job: a case of a changed kernel."""
     from .cases import run_case
 
-    def launch(
-        kernel: Kernel,
-        num_blocks: int,
-        arguments: Mapping[str, Any],
-        constants: Mapping[str, Any],
-        reached: Sequence[Tensor] = (),
-    ) -> None:
-        peer.launch(ChangedKernel.of(kernel, options), num_blocks, arguments, constants, reached)
+    with tempfile.TemporaryDirectory() as folder:
+        changed = mutant.kernel_in(Path(folder))
 
-    return run_case(replace(peer, launch=launch), case)
+        def launch(
+            kernel: Kernel,
+            num_blocks: int,
+            arguments: Mapping[str, Any],
+            constants: Mapping[str, Any],
+            reached: Sequence[Tensor] = (),
+        ) -> None:
+            peer.launch(changed, num_blocks, arguments, constants, reached)
+
+        return run_case(replace(peer, launch=launch), case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,9 @@ class LaunchCode:
     shared_bytes: int
     parameters: tuple[str, ...]
 
+
+NUM_LOCKS = 32
+"""Files that processes lock while they compile; two codes may share one."""
 
 _CODE: dict[tuple[Any, ...], LaunchCode] = {}
 
@@ -96,7 +100,8 @@ def _target(architecture: int) -> GPUTarget:
 @contextmanager
 def _one_process(code: str) -> Iterator[None]:
     """Peers come to the same code at the same time: one compiles it, the others find it in Triton's cache."""
-    name = f"shardproof-triton-{hashlib.sha256(code.encode()).hexdigest()[:16]}.lock"
+    number = hashlib.sha256(code.encode()).digest()[0] % NUM_LOCKS
+    name = f"shardproof-triton-{os.getuid()}-{number}.lock"
     with (Path(tempfile.gettempdir()) / name).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

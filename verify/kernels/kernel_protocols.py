@@ -187,7 +187,9 @@ def _program(found: BlockAccesses, rank: int, place: Place, num_rounds: int) -> 
                 num_written += 1
                 ops.append(Op("store", name, first + num_written))
             elif (access.owner, access.offset) == place and (rank != owner or writer != owner):
-                ops.append(Op("load", name, first + sum(before < waits for before in writes)))
+                load = Op("load", name, first + sum(before < waits for before in writes))
+                if ops[-1:] != [load]:  # what one of several loads may see each of them may
+                    ops.append(load)
     return tuple(ops)
 
 

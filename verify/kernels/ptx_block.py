@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .ptx_instructions import dtype_of, width_of
-from .ptx_memory import Memory, Multicast, Shared
+from .ptx_memory import Memory, Multicast, Shared, Users
 from .ptx_parser import Line, Program
+from .ptx_races import Races
 
 Array = np.ndarray
 Active = Array | None
@@ -31,7 +32,7 @@ class UnknownInstruction(NotImplementedError):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LaunchContext:
     """What all blocks of a launch share. `parameters` are the bits of the kernel's parameters; `failed(address)` is
     called after a compare-and-swap that found another value."""
 
@@ -47,10 +48,11 @@ class Surroundings:
 class Block:
     """Block `number` of a launch before its first instruction."""
 
-    def __init__(self, launch: Surroundings, number: int):
+    def __init__(self, launch: LaunchContext, number: int):
         self.launch = launch
         self.shared = Memory([Shared(launch.shared_bytes)])
         self.num_threads = launch.num_threads
+        self.races = Races(launch.num_threads)
         threads = np.arange(launch.num_threads, dtype=np.uint32)
         self.registers: dict[str, Array] = {
             "%tid.x": threads,
@@ -67,6 +69,10 @@ class Block:
             return found
         dtype = np.dtype(bool) if kind == "pred" else np.dtype(f"uint{width_of(kind)}")
         return np.full(self.num_threads, PATTERN & ((1 << 8 * dtype.itemsize) - 1)).astype(dtype)
+
+    def users(self, active: Active) -> Users:
+        """The active threads."""
+        return Users(np.arange(self.num_threads) if active is None else np.flatnonzero(active), self.races)
 
     def whole(self, values: Array) -> Array:
         """One value for each thread."""

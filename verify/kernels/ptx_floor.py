@@ -11,7 +11,7 @@ from torch import Tensor
 from ...backend.kernels.kernel import Kernel, Launcher
 from .compiling import code_of_launch
 from .processes import BUFFER_BYTES, MULTICAST, PAD_BYTES, Ground
-from .ptx_block import Surroundings
+from .ptx_block import LaunchContext
 from .ptx_machine import executable
 from .ptx_memory import Memory, Multicast, Region
 
@@ -36,7 +36,7 @@ def launcher(ground: Ground, architecture: int = ARCHITECTURE) -> Launcher:
         others = {f"tensor {number} in memory": tensor for number, tensor in enumerate(reached)}
         ground.begin()  # a compilation before it takes none of its patience
         ready.run(
-            Surroundings(
+            LaunchContext(
                 parameters=(*values, *[0] * (len(types) - len(values))),  # scratch memory: there is none
                 num_blocks=num_blocks,
                 num_threads=ready.program.num_threads,

@@ -2,7 +2,7 @@
 
 Threads that branch apart are carried out with those first that are furthest behind, and come together where they meet
 again; all wait at a barrier of the block for each other. What it does not show: blocks that run at the same time,
-accesses in a weak order, threads of a block that race with each other.
+accesses in a weak order. Threads of a block that race with each other are refused (`ptx_races`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .ptx_block import (
     Active,
     Array,
     Block,
+    LaunchContext,
     Step,
-    Surroundings,
     UnknownInstruction,
     expect,
     source,
@@ -27,6 +27,7 @@ from .ptx_instructions import calculation, why_unknown
 from .ptx_memory import MemoryFault
 from .ptx_multicast import multicast
 from .ptx_parser import Line, Program, parsed, registers
+from .ptx_races import BlockRace
 from .ptx_transfers import transfer
 
 
@@ -57,8 +58,8 @@ class Executable:
         self.program = program
         self.instructions = tuple(_instruction(program, line) for line in program.lines)
 
-    def run(self, launch: Surroundings) -> None:
-        """Carries out a launch. Raises `MemoryFault` and what `launch.failed` raises."""
+    def run(self, launch: LaunchContext) -> None:
+        """Carries out a launch. Raises `MemoryFault`, `BlockRace` and what `launch.failed` raises."""
         with np.errstate(all="ignore"):  # overflows and invalid operations have results, as on a device
             for number in range(launch.num_blocks):
                 _Run(self.instructions, Block(launch, number)).run()
@@ -157,8 +158,8 @@ class _Run:
                     self._all(instruction, self.active)
                 if self.elsewhere:
                     self._furthest_behind()
-        except MemoryFault as error:
-            raise MemoryFault(f"{line.text} {error}") from error
+        except (MemoryFault, BlockRace) as error:
+            raise type(error)(f"{line.text} {error}") from error
 
     def _guarded(self, instruction: Instruction) -> None:
         holds = self.block.whole(self.block.register(instruction.guard, "pred")) != instruction.is_negated
@@ -191,6 +192,7 @@ class _Run:
 
     def _wait(self, active: Active, instruction: Instruction) -> None:
         if active is None:
+            self.block.races.barrier()
             self.at += 1
             return
         _join(self.waiting, self.at + 1, active)
@@ -201,6 +203,8 @@ class _Run:
         if not self.elsewhere:
             if self.waiting and self.ended.any():
                 raise UnknownInstruction(instruction.line, "some threads of a block end and others wait for them")
+            if self.waiting:
+                self.block.races.barrier()
             self.elsewhere, self.waiting = self.waiting, {}
         if self.elsewhere:
             self.at = min(self.elsewhere)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .ptx_races import Races
+
 Array = np.ndarray
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 LINE = 16
@@ -48,31 +50,40 @@ class Shared(Region):
         self._map(np.full(-(-size // LINE) * LINE, 0xA5, np.uint8))
 
 
+@dataclass(frozen=True)
+class Users:
+    """The threads that use addresses, one for each, and where their races are noted."""
+
+    threads: Array
+    races: Races
+
+
 class Memory:
     """The regions of a launch. They may overlap."""
 
     def __init__(self, regions: Sequence[Region]):
         self.regions = tuple(region for region in regions if region.size)
 
-    def load(self, addresses: Array, width: int, count: int = 1) -> list[Array]:
-        """`count` words of `width` bytes from each of `addresses` (uint64) on. Raises `MemoryFault`."""
+    def load(self, addresses: Array, width: int, count: int = 1, users: Users | None = None) -> list[Array]:
+        """`count` words of `width` bytes from each of `addresses` (uint64) on. Raises `MemoryFault`, and `BlockRace`
+        where `users` are given."""
         found = [np.empty(len(addresses), WORDS[width]) for _ in range(count)]
 
         def copy(region: Region, chosen: Array | slice, index: Array) -> None:
             for number, values in enumerate(found):
                 values[chosen] = region.words[width][index + number]
 
-        self._each(addresses, width, count, False, copy)
+        self._each(addresses, width, count, False, copy, users)
         return found
 
-    def store(self, addresses: Array, width: int, values: Sequence[Array]) -> None:
-        """Writes those words, one array for each that follows. Raises `MemoryFault`."""
+    def store(self, addresses: Array, width: int, values: Sequence[Array], users: Users | None = None) -> None:
+        """Writes those words, one array for each that follows. Raises as `load` does."""
 
         def copy(region: Region, chosen: Array | slice, index: Array) -> None:
             for number, each in enumerate(values):
                 region.words[width][index + number] = each[chosen]
 
-        self._each(addresses, width, len(values), True, copy)
+        self._each(addresses, width, len(values), True, copy, users)
 
     def check(self, addresses: Array, width: int) -> None:
         """Raises `MemoryFault` where a word of `width` bytes may not be written at one of `addresses`."""
@@ -85,6 +96,7 @@ class Memory:
         count: int,
         writes: bool,
         copy: Callable[[Region, Array | slice, Array], None],
+        users: Users | None = None,
     ) -> None:
         """Calls `copy(region, which of the addresses, their indices in words)` for every region that they are in."""
         if not len(addresses):
@@ -97,6 +109,7 @@ class Memory:
         for region in self.regions:
             if region.begin <= lowest and highest + num_bytes <= region.begin + region.size:
                 _allowed(region, lowest, writes)
+                _note(region, users, slice(None), addresses, num_bytes, writes)
                 copy(region, slice(None), _index(region, addresses, width))
                 return
         left = np.arange(len(addresses))
@@ -106,6 +119,7 @@ class Memory:
             inside &= of_left + np.uint64(num_bytes) <= np.uint64(region.begin + region.size)
             if inside.any():
                 _allowed(region, int(of_left[inside][0]), writes)
+                _note(region, users, left[inside], of_left[inside], num_bytes, writes)
                 copy(region, left[inside], _index(region, of_left[inside], width))
                 left = left[~inside]
         if len(left):
@@ -124,6 +138,14 @@ class Memory:
 def _allowed(region: Region, address: int, writes: bool) -> None:
     if writes and not region.is_writable:
         raise MemoryFault(f"{address:#x} is in {region.name}, which is only read.")
+
+
+def _note(
+    region: Region, users: Users | None, chosen: Array | slice, addresses: Array, num_bytes: int, writes: bool
+) -> None:
+    if users is not None:
+        offsets = addresses - np.uint64(region.begin)
+        users.races.note(id(region), region.size, region.name, users.threads[chosen], offsets, num_bytes, writes)
 
 
 def _index(region: Region, addresses: Array, width: int) -> Array:

@@ -25,7 +25,7 @@ from .ptx_block import (
     target,
     warps_of,
 )
-from .ptx_memory import Memory
+from .ptx_memory import Memory, Users
 from .ptx_parser import Line, Program, place, registers
 
 ORDERS = {
@@ -104,14 +104,15 @@ def _plain(program: Program, line: Line, found: re.Match[str]) -> Step:
 
         def store(block: Block, active: Active) -> None:
             values = [chosen(block.whole(read(block)), active) for read in sources]
-            memory(block).store(chosen(read_address(block), active), width, values)
+            memory(block).store(chosen(read_address(block), active), width, values, block.users(active))
 
         return store
     targets = [target(program, line, name, kind) for name in names]
     dtype = np.dtype(f"{'int' if letter == 's' else 'uint'}{bits}")
 
     def load(block: Block, active: Active) -> None:
-        values = memory(block).load(chosen(read_address(block), active), width, len(targets))
+        addresses = chosen(read_address(block), active)
+        values = memory(block).load(addresses, width, len(targets), block.users(active))
         for write, each in zip(targets, values, strict=True):
             write(block, spread(block, each.view(dtype), active), active)
 
@@ -187,7 +188,9 @@ def _matrix(program: Program, line: Line, found: re.Match[str]) -> Step:
         lane = np.arange(32)
         for matrix, write in enumerate(targets):
             rows = addresses[:, 8 * matrix + lane // 4] + (4 * (lane % 4)).astype(np.uint64)
-            block.shared.load(addresses[:, 8 * matrix : 8 * matrix + 8].ravel(), 8, 2)  # rows begin at 16 bytes
+            first = 8 * matrix
+            users = Users(threads[:, first : first + 8].ravel(), block.races)
+            block.shared.load(addresses[:, first : first + 8].ravel(), 8, 2, users)  # rows begin at 16 bytes
             result = np.zeros(block.num_threads, np.uint32)
             result[threads] = block.shared.load(rows.ravel(), 4)[0].reshape(threads.shape)
             write(block, result, active)

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from helpers import kernel_jobs as jobs
+from shardproof.backend.kernels import catalog
 from shardproof.backend.kernels.catalog import KERNELS
+from shardproof.verify.kernels.assembly import vector_bytes
 from shardproof.verify.kernels.cases import OF_ROWS, all_cases, few_cases, run_case
+from shardproof.verify.kernels.compiling import code_of_launch
 from shardproof.verify.kernels.processes import PTX_EXECUTED, PeerFailed, Peers, PeersMissing
 from shardproof.verify.kernels.stories import Case
 
@@ -86,10 +89,24 @@ def test_a_kernel_that_does_not_wait_is_found(peers: Peers) -> None:
 def test_a_rank_that_does_not_come_is_named(peers: Peers) -> None:
     case = Case("all_gather", 3, "fp32", 100)
     assert wrong(peers, [case]) == {}  # its code is in Triton's cache, so nobody waits for a compiler below
-    with Peers(3, floor=PTX_EXECUTED, environment={}, patience_s=1.0) as impatient:
+    with Peers(3, floor=PTX_EXECUTED, environment={}, patience_s=3.0) as impatient:
         with pytest.raises(PeersMissing, match=r"ranks \[1\] did not come: rank 0 waits for rank 1 in block 0"):
             impatient.run(jobs.run_case_unless, case, 1, "returns")
         assert wrong(impatient, [case]) == {}
+
+
+def test_code_is_specialised_as_a_launch_specialises_it() -> None:
+    kernel, out = catalog.kernel("all_gather"), torch.zeros(4096, dtype=torch.bfloat16)
+    arguments = {"table": 1 << 20, "pads": 1 << 21, "out": out, "n": 2048, "rank": 3}
+    constants = {"WORLD": 2, "BLOCK": 1024}
+    wide = code_of_launch(kernel, arguments, constants, 90)
+    assert wide.parameters == ("table", "pads", "out", "n", "rank")
+    assert code_of_launch(kernel, {**arguments, "n": 4096, "rank": 5}, constants, 90) is wide
+    other = [
+        code_of_launch(kernel, {**arguments, **changes}, constants, 90) for changes in ({"n": 2047}, {"out": out[1:]})
+    ]
+    assert [vector_bytes(each.ptx) for each in (wide, *other)] == [16, 2, 16]
+    assert ["st.global.v4" in each.ptx for each in (wide, *other)] == [True, False, False]
 
 
 def test_bf16_is_added_and_rounded_as_compiled(peers: Peers) -> None:
@@ -97,6 +114,13 @@ def test_bf16_is_added_and_rounded_as_compiled(peers: Peers) -> None:
     source = torch.randn(64, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
     (got,) = peers.run(jobs.added, source, world_size=1)
     assert torch.equal(got, source + source)
+
+
+def test_threads_that_do_not_wait_for_what_others_write_are_a_race(peers: Peers) -> None:
+    """In step they would read the right values."""
+    assert peers.run(jobs.turned_through_memory, True, world_size=1)[0].tolist() == list(range(127, -1, -1))
+    with pytest.raises(PeerFailed, match=r"thread \d+ reads byte \d+ of scratch, which thread \d+ writes"):
+        peers.run(jobs.turned_through_memory, False, world_size=1)
 
 
 def test_memory_beyond_an_argument_is_refused(peers: Peers) -> None:

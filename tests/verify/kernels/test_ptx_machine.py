@@ -10,6 +10,7 @@ from helpers.ptx import carry_out, own_element
 from shardproof.verify.kernels.ptx_block import UnknownInstruction
 from shardproof.verify.kernels.ptx_memory import MemoryFault, Multicast
 from shardproof.verify.kernels.ptx_parser import UnreadPTX, parsed
+from shardproof.verify.kernels.ptx_races import BlockRace
 
 OWN = own_element(1, 0, 32)
 STORE = "st.global.b32 [ %rd1 + 0 ], { %r1 };\n"
@@ -74,6 +75,57 @@ def test_shared_memory_hands_values_over() -> None:
     ld.shared.b32 %r1, [ %r6 + 0 ];
 """
     assert result(body, shared_bytes=256) == list(range(63, -1, -1))
+
+
+HANDED_OVER = """
+    mad.lo.s32 %r6, %r39, 4, global_smem;
+    st.shared.b32 [ %r6 + 0 ], %r39;
+    {between}
+    xor.b32 %r7, %r39, {other};
+    mad.lo.s32 %r6, %r7, 4, global_smem;
+    {use}
+"""
+READ = "ld.shared.b32 %r1, [ %r6 + 0 ];"
+
+
+@pytest.mark.parametrize(
+    ("other", "use", "words"),
+    [
+        (32, READ, "thread 0 reads byte 128 of shared memory, which thread 32 writes"),
+        (1, READ, "thread 0 reads byte 4 of shared memory, which thread 1 writes"),
+        (32, "st.shared.b32 [ %r6 + 0 ], %r39;", "thread 0 writes byte 128 of shared memory, which thread 32 writes"),
+    ],
+)
+def test_what_no_barrier_keeps_apart_is_a_race(other: int, use: str, words: str) -> None:
+    assert result(HANDED_OVER.format(between="bar.sync 0;", other=other, use=use), shared_bytes=256)
+    with pytest.raises(BlockRace, match=f"{words}, and no barrier of the block lies between"):
+        result(HANDED_OVER.format(between="", other=other, use=use), shared_bytes=256)
+
+
+def test_a_thread_may_read_what_it_wrote_itself_and_all_what_nobody_writes() -> None:
+    body = HANDED_OVER.format(between="", other=0, use=READ) + "ld.global.b32 %r2, [ %rd1 + 0 ];\n"
+    assert result(body, shared_bytes=256) == list(range(64))
+
+
+def test_a_race_in_global_memory_is_found_where_threads_branch_apart() -> None:
+    """Some write before the barrier, others after it, and all read."""
+    body = """
+    setp.lt.u32 %p1, %r39, 32;
+    mov.b32 %r1, 5;
+    @%p1 bra $L__first;
+    bar.sync 0;
+    st.global.b32 [ %rd1 + 0 ], %r1;
+    bra.uni $L__end;
+$L__first:
+    st.global.b32 [ %rd1 + 0 ], %r1;
+    bar.sync 0;
+    {read}
+$L__end:
+    mov.b32 %r1, 5;
+"""
+    assert result(body.format(read="ld.global.b32 %r1, [ %rd1 + 0 ];")) == [5] * 64
+    with pytest.raises(BlockRace, match="thread 0 reads byte 128 of array 0, which thread 32 writes"):
+        result(body.format(read="ld.global.b32 %r1, [ %rd1 + 128 ];"))
 
 
 def test_nothing_is_zero_before_it_is_written() -> None:
