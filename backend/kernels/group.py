@@ -18,13 +18,17 @@ from .kernel import Launcher
 from .variable import unit_of
 
 VECTOR_BYTES = 16
+NODE_ELEMENTS = 16
+"""A node takes a multiple of them where its sum goes to all by multicast."""
+
 UNIT_TYPES = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class KernelGroup(ProcessGroup):
     """A group over one torch process group, with memory that all members map.
 
-    All-gathers of equal shapes and canonical sums in fp32 go through `memory`, in pieces where they are larger than it.
+    All-gathers of equal shapes and canonical sums in fp32 go through `memory`, in pieces where they are larger than it;
+    a large sum goes to all by multicast where the memory has such an address.
     What no kernel does (all-to-alls, sums in an order that the library chooses) goes over the process group. `launch`
     runs a kernel on the current stream.
     """
@@ -64,17 +68,21 @@ class KernelGroup(ProcessGroup):
         return [row.view(tensor.dtype).reshape(tensor.shape) for row in arrived.unbind()]
 
     def _tree_all_reduce(self, values: Tensor, rows: list[int], merges: list[int], dtype: torch.dtype) -> Tensor:
-        width = self._room // (4 * max(rows)) // VECTOR_BYTES * VECTOR_BYTES
+        slabs = max(1, *rows) + bool(self._memory.multicast)
+        width = self._room // (4 * slabs) // VECTOR_BYTES * VECTOR_BYTES
         if values.dtype != torch.float32 or not width or not values.shape[1]:
             return super()._tree_all_reduce(values, rows, merges, dtype)
-        shots = "one" if 4 * max(rows) * values.shape[1] <= self.one_shot_bytes else "two"
+        kernel = "exact_all_reduce_multicast" if self._memory.multicast else "all_reduce_two_shot"
+        if 4 * max(rows) * values.shape[1] <= self.one_shot_bytes:
+            kernel = "all_reduce_one_shot"
         total = values.new_empty(values.shape[1], dtype=dtype)
         for lo in range(0, values.shape[1], width):
             part = values[:, lo : lo + width]
             out = values.new_empty(part.shape[1], dtype=dtype)
             self._begin()
-            self._shared(part.shape).copy_(part)
-            self._run(f"all_reduce_{shots}_shot", len(out), 4, {"out": out, "n": len(out)}, rows, merges)
+            slab = -(-len(out) // NODE_ELEMENTS) * NODE_ELEMENTS if kernel == "exact_all_reduce_multicast" else len(out)
+            self._shared((len(part), slab))[:, : len(out)].copy_(part)
+            self._run(kernel, len(out), 4, {"out": out, "n": len(out)}, rows, merges)
             total[lo : lo + width] = out
         return total
 
@@ -127,11 +135,12 @@ class KernelGroup(ProcessGroup):
     ) -> None:
         """Launches a kernel that has so many `elements` to make on a rank; with `rows` it is a sum."""
         run, memory = catalog.kernel(kernel), self._memory
+        places = {"table": memory.table, "pads": memory.pads, "rank": self.rank, "multicast": memory.multicast}
         block = run.num_warps * 32 * VECTOR_BYTES // element_bytes
         sums = {"NODES": tuple(rows), "MERGES": tuple(merges), "LEAF": tl.float32} if rows else {}
         self._launch(
             run,
             min(-(-elements // block), memory.most_blocks()),
-            {"table": memory.table, "pads": memory.pads, "rank": self.rank, **arguments},
+            {**{name: value for name, value in places.items() if name in run.function.arg_names}, **arguments},
             {"WORLD": self.size, "BLOCK": block, **sums},
         )

@@ -48,8 +48,10 @@ def peer_on(place: Place, num_bytes: int = BUFFER_BYTES) -> Peer:
 
 def _cases(place: Place) -> dict[str, str]:
     peer, found = peer_on(place), {}
+    architecture = 10 * torch.cuda.get_device_capability(place.device)[0]
     for kernel in catalog.KERNELS:
-        if "interpreted" in kernel.floors:
+        lacks = "multicast" in kernel.function.arg_names and not peer.memory.multicast
+        if not lacks and kernel.least_architecture <= architecture:
             cases = few_cases(kernel.name, place.size, block=BLOCK, num_blocks=NUM_BLOCKS)
             wrong = [f"{case}: {outcome}" for case in cases if not (outcome := run_case(peer, case)).right]
             found[kernel.name] = "; ".join(wrong)

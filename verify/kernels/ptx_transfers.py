@@ -27,6 +27,7 @@ from .ptx_block import (
 )
 from .ptx_memory import Memory, Users
 from .ptx_parser import Line, Program, place, registers
+from .roundings import pair
 
 ORDERS = {
     "relaxed": native.MEM_SEMANTIC.RELAXED,
@@ -41,7 +42,9 @@ _PLAIN = re.compile(
 )
 _ATOMIC = re.compile(rf"atom\.global\.(relaxed|acquire|release|acq_rel)\.{_SCOPE}\.(cas|add)\.[bsu](32|64)")
 _SHUFFLE = re.compile(r"shfl\.sync\.(bfly|idx|up|down)\.b32")
-_MATRIX = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])\.shared(?:::cta)?\.b16")
+_TO_MATRIX = re.compile(r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16")
+_MATRIX = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16")
+LANE = np.arange(32)
 
 
 def transfer(program: Program, line: Line) -> Step | None:
@@ -53,6 +56,7 @@ def transfer(program: Program, line: Line) -> Step | None:
         (_ATOMIC, _atomic),
         (_SHUFFLE, _shuffle),
         (_MATRIX, _matrix),
+        (_TO_MATRIX, _to_matrix),
     ):
         if found := pattern.fullmatch(line.opcode):
             return make(program, line, found)
@@ -176,26 +180,57 @@ def _shuffle(program: Program, line: Line, found: re.Match[str]) -> Step:
 
 def _matrix(program: Program, line: Line, found: re.Match[str]) -> Step:
     """Matrices of 8 x 8 values of 16 bits: thread 8 m + r of a warp has the address of row r of matrix m, and thread t
-    receives values 2 (t mod 4) and the next of row t / 4."""
+    receives values 2 (t mod 4) and the next of row t / 4, or of column t / 4 where they are transposed."""
     names = registers(line.operands[0])
     expect(line, names, int(found.group(1)))
     targets = [target(program, line, name, "b32") for name in names]
     read_address = address_of(program, line, line.operands[1], is_shared=True)
+    is_transposed = found.group(2) is not None
 
     def load(block: Block, active: Active) -> None:
         threads = warps_of(line, block, active)
         addresses = read_address(block)[threads]
-        lane = np.arange(32)
         for matrix, write in enumerate(targets):
-            rows = addresses[:, 8 * matrix + lane // 4] + (4 * (lane % 4)).astype(np.uint64)
             first = 8 * matrix
             users = Users(threads[:, first : first + 8].ravel(), block.races)
             block.shared.load(addresses[:, first : first + 8].ravel(), 8, 2, users)  # rows begin at 16 bytes
+            low, high = (block.shared.load(each, 2)[0] for each in _halves(addresses, matrix, is_transposed))
             result = np.zeros(block.num_threads, np.uint32)
-            result[threads] = block.shared.load(rows.ravel(), 4)[0].reshape(threads.shape)
+            result[threads] = pair(high, low).reshape(threads.shape)
             write(block, result, active)
 
     return load
+
+
+def _to_matrix(program: Program, line: Line, found: re.Match[str]) -> Step:
+    """The inverse of `_matrix`: thread t stores its two values of each matrix."""
+    names = registers(line.operands[1])
+    expect(line, names, int(found.group(1)))
+    sources = [source(program, line, name, "b32") for name in names]
+    read_address = address_of(program, line, line.operands[0], is_shared=True)
+    is_transposed = found.group(2) is not None
+
+    def store(block: Block, active: Active) -> None:
+        threads = warps_of(line, block, active)
+        addresses = read_address(block)[threads]
+        users = Users(threads.ravel(), block.races)
+        for matrix, read in enumerate(sources):
+            words = block.whole(read(block))[threads].ravel()
+            low, high = _halves(addresses, matrix, is_transposed)
+            block.shared.store(low, 2, [words.astype(np.uint16)], users)
+            block.shared.store(high, 2, [(words >> np.uint32(16)).astype(np.uint16)], users)
+
+    return store
+
+
+def _halves(addresses: Array, matrix: int, is_transposed: bool) -> tuple[Array, Array]:
+    """Where the two values of each thread lie, from the addresses of rows, [warps, 32]."""
+    of_thread, both = LANE // 4, 2 * (LANE % 4)
+    places = []
+    for half in (0, 1):
+        row, column = (both + half, of_thread) if is_transposed else (of_thread, both + half)
+        places.append((addresses[:, 8 * matrix + row] + (2 * column).astype(np.uint64)).ravel())
+    return places[0], places[1]
 
 
 def _policy(program: Program, line: Line) -> Step:

@@ -17,7 +17,7 @@ from shardproof.backend.transport.process_group import ProcessGroupTransport
 from shardproof.core.base.reduction import cut
 from shardproof.verify.doctor.gpu_kernels import AllReduce
 from shardproof.verify.kernels.oracle import Sum, canonical, different_bits, numbers
-from shardproof.verify.kernels.processes import Peer, Peers
+from shardproof.verify.kernels.processes import PTX_EXECUTED, Peer, Peers
 
 LEAVES = 7
 COUNTS = (1, 126, 131)
@@ -35,10 +35,12 @@ class TwoShots(KernelGroup):
     one_shot_bytes = 0
 
 
-def run_group(peer: Peer, folder: str, room: int, leaves: int, kind: type[KernelGroup]) -> tuple[set[str], list[int]]:
+def run_group(
+    peer: Peer, folder: str, room: int, leaves: int, kind: type[KernelGroup], multicast: bool
+) -> tuple[set[str], list[int]]:
     """The kernels that ran, and wrong bits of all-gathers, of sums on all ranks and of sums of parts."""
     rank, size, names = peer.memory.rank, peer.memory.world_size, set()
-    memory = replace(peer.memory, own=peer.memory.own[:room])
+    memory = replace(peer.memory, own=peer.memory.own[:room], multicast=multicast and peer.memory.multicast)
 
     def launch(
         kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any], *rest: Any
@@ -93,10 +95,18 @@ def _added(group: KernelGroup, count: int, num_leaves: int) -> tuple[int, int]:
 @pytest.mark.parametrize("room", [1 << 16, ROOM])
 @pytest.mark.parametrize(("world_size", "leaves"), [(2, LEAVES), (3, LEAVES), (3, 2)])
 def test_a_group_by_kernels_has_the_bits_of_any_other(peers, tmp_path, world_size, leaves, room, kind, shots):
-    found = peers.run(run_group, str(tmp_path), room, leaves, kind, world_size=world_size)
+    found = peers.run(run_group, str(tmp_path), room, leaves, kind, False, world_size=world_size)
     assert [wrong for _, wrong in found] == [[0, 0, 0]] * world_size
     used = {"all_gather", f"all_reduce_{shots}_shot", "reduce_scatter_rows", "reduce_scatter"}
     assert all(names == used or (names < used and room == ROOM) for names, _ in found), found
+
+
+@pytest.mark.parametrize("room", [1 << 16, ROOM])
+def test_a_group_with_multicast_sends_large_sums_by_it(tmp_path, room):
+    with Peers(3, floor=PTX_EXECUTED, environment={}) as peers:
+        found = peers.run(run_group, str(tmp_path), room, LEAVES, TwoShots, True)
+    assert [wrong for _, wrong in found] == [[0, 0, 0]] * 3
+    assert all("exact_all_reduce_multicast" in names for names, _ in found), found
 
 
 @pytest.mark.parametrize("kernel", ["all_reduce_one_shot", "all_reduce_two_shot"])

@@ -191,6 +191,44 @@ def test_matrices_go_from_rows_to_threads() -> None:
     assert (out.view(np.uint16).reshape(32, 4, 2) == matrices.reshape(4, 32, 2).transpose(1, 0, 2)).all()
 
 
+@pytest.mark.parametrize("trans", ["", ".trans"])
+def test_matrices_go_from_threads_to_rows_and_back(trans: str) -> None:
+    """Thread t holds, of matrix m, values 2 (t mod 4) and the next of row t / 4; thread 8 m + r says where row r goes.
+    Transposed, rows are columns."""
+    rows = np.random.default_rng(6).permutation(32).astype(np.uint32)
+    held = np.arange(32 * 8, dtype=np.uint16).reshape(32, 4, 2)
+    own = np.ascontiguousarray(held).view(np.uint32).reshape(-1)
+    both = np.concatenate([rows * 16, own])
+    body = f"""
+    {own_element(2, 1, 32)}
+    ld.global.b32 %r10, [ %rd2 + 0 ];
+    mul.wide.u32 %rd3, %r39, 12;
+    add.s64 %rd4, %rd2, %rd3;
+    ld.global.b32 %r1, [ %rd4 + 128 ];
+    ld.global.b32 %r2, [ %rd4 + 132 ];
+    ld.global.b32 %r3, [ %rd4 + 136 ];
+    ld.global.b32 %r4, [ %rd4 + 140 ];
+    stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [ %r10 + 0 ], {{ %r1, %r2, %r3, %r4 }};
+    bar.sync 0;
+    mul.lo.s32 %r11, %r39, 16;
+    ld.shared.v4.b32 {{ %r1, %r2, %r3, %r4 }}, [ %r11 + 0 ];
+    mul.wide.u32 %rd3, %r39, 12;
+    add.s64 %rd1, %rd1, %rd3;
+    st.global.v4.b32 [ %rd1 + 0 ], {{ %r1, %r2, %r3, %r4 }};
+    ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{ %r1, %r2, %r3, %r4 }}, [ %r10 + 0 ];
+    st.global.v4.b32 [ %rd1 + 512 ], {{ %r1, %r2, %r3, %r4 }};
+"""
+    out = np.zeros(65 * 4, np.uint32)
+    begin = -(out.ctypes.data % 16) % 16 // 4
+    out = out[begin : begin + 256]
+    carry_out(OWN + body, [out, both], 32, shared_bytes=512)
+    matrices = held.transpose(1, 0, 2).reshape(4, 8, 8)
+    expected = np.zeros((32, 8), np.uint16)
+    expected[rows] = (matrices.transpose(0, 2, 1) if trans else matrices).reshape(32, 8)
+    assert (out[:128].view(np.uint16).reshape(32, 8) == expected).all()
+    assert (out[128:] == own).all()
+
+
 def test_registers_are_made_of_their_halves() -> None:
     body = (
         "cvt.u16.u32 %rs1, %r39;\nmov.b16 %rs2, 0x3F80;\nmov.b32 %r2, { %rs1, %rs2 };\n"
