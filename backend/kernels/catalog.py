@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import collectives, exact_multicast, fused_norm, multicast, variable
+from . import collectives, exact_multicast, fused_norm, multicast, products, variable
 from .kernel import Floor, Kernel
 
 FLOORS: tuple[Floor, ...] = ("interpreted", "PTX executed", "assembled", "model-checked")
@@ -31,6 +31,14 @@ KERNELS = (
     _by_multicast("reduce_scatter_multicast", multicast.reduce_scatter_multicast, exact=False),
     _by_multicast("exact_all_reduce_multicast", exact_multicast.exact_all_reduce_multicast, exact=True),
     _by_multicast("add_norm_gather_multicast", exact_multicast.add_norm_gather_multicast, exact=True),
+    Kernel(
+        "exact_product",
+        products.exact_product,
+        ("interpreted", "PTX executed", "assembled"),
+        not_on={"model-checked": "It meets no peer"},
+        num_warps=8,
+        exact=True,
+    ),
 )
 
 

@@ -85,18 +85,21 @@ def resident_blocks(use: KernelUse, device: DeviceLimits) -> Grid:
     return Grid(limits[limit], limit)
 
 
-def meeting_grid(use: KernelUse, device: DeviceLimits, *, work_blocks: int, pad_blocks: int) -> Grid:
+def meeting_grid(use: KernelUse, device: DeviceLimits, *, work_blocks: int, pad_blocks: int, sharing: int = 1) -> Grid:
     """The blocks of a kernel that meets: at least one, at most what is resident, what has work to do (`work_blocks`)
     and what the signal pads have room for (`pad_blocks`).
 
-    It assumes that nothing else runs on the device's multiprocessors for ever: another kernel that meets, launched on
-    another stream, must share the number with this one.
+    It assumes that nothing else runs on the device's multiprocessors for ever: `sharing` is how many kernels that meet
+    may run there at a time, on streams of their own; each has its share.
     """
     if pad_blocks < 1:
         raise ValueError("the signal pads have no room for one block. Allocate blocks x world size x 4 bytes.")
     per_multiprocessor = resident_blocks(use, device)
+    resident = per_multiprocessor.num_blocks * device.multiprocessors
+    if resident < sharing:
+        raise ValueError(f"{resident} blocks of {use} fit on {device}: not one for each of {sharing} kernels.")
     limits = [
-        Grid(per_multiprocessor.num_blocks * device.multiprocessors, per_multiprocessor.limit),
+        Grid(resident // sharing, per_multiprocessor.limit),
         Grid(max(1, work_blocks), "work"),
         Grid(pad_blocks, "signal pads"),
     ]

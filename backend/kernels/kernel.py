@@ -44,6 +44,11 @@ class Kernel:
     least_architecture: int = 80
 
     @property
+    def meets(self) -> bool:
+        """Whether its blocks wait for those of peers."""
+        return "pads" in self.function.arg_names
+
+    @property
     def options(self) -> dict[str, Any]:
         """Of a compilation."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": not self.exact}

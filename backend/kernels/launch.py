@@ -18,12 +18,13 @@ class DeviceLauncher:
     """Launches kernels on the current stream of the device of `memory`.
 
     `gather` returns what every rank gives, by rank; it is called at the first launch of each variant of a kernel, which
-    is the same one on all ranks. `grids` says of each variant how many blocks it has and what limits them.
+    is the same one on all ranks. `grids` says of each variant how many blocks it has and what limits them. `sharing`
+    ranks run their kernels on this device at the same time.
     """
 
-    def __init__(self, memory: SymmetricMemory, gather: Callable[[int], Sequence[int]]):
+    def __init__(self, memory: SymmetricMemory, gather: Callable[[int], Sequence[int]], sharing: int = 1):
         self.grids: dict[tuple[Any, ...], Grid] = {}
-        self._memory, self._gather = memory, gather
+        self._memory, self._gather, self._sharing = memory, gather, sharing
         self._device = memory.own.device
         self._limits = DeviceLimits.of(torch.cuda.get_device_properties(self._device))
 
@@ -35,10 +36,14 @@ class DeviceLauncher:
         constants: Mapping[str, Any],
         reached: Sequence[Tensor] = (),
     ) -> None:
-        """As `Launcher`; `num_blocks` is the most that have work. Raises `ValueError` for a tensor that does not begin
-        at a multiple of 16 bytes: its kernel would be another one than that of its peers."""
+        """As `Launcher`; `num_blocks` is the most that have work, and the number where a kernel does not meet. Raises
+        `ValueError` for a tensor that does not begin at a multiple of 16 bytes: its kernel would be another one than
+        that of its peers."""
         given = {**arguments, **constants, **kernel.options}
         with torch.cuda.device(self._device):
+            if not kernel.meets:
+                kernel.function[(num_blocks,)](**given)
+                return
             variant = (kernel.name, num_blocks, *map(_kind, arguments.items()), *constants.items())
             if variant not in self.grids:
                 self.grids[variant] = self._grid(kernel, num_blocks, given)
@@ -48,7 +53,13 @@ class DeviceLauncher:
         compiled = kernel.function.warmup(grid=(1,), **given)
         compiled._init_handles()
         use = KernelUse(compiled.n_regs, compiled.metadata.shared, compiled.metadata.num_warps)
-        own = meeting_grid(use, self._limits, work_blocks=num_blocks, pad_blocks=self._memory.most_blocks())
+        own = meeting_grid(
+            use,
+            self._limits,
+            work_blocks=num_blocks,
+            pad_blocks=self._memory.most_blocks(),
+            sharing=self._sharing,
+        )
         return agreed_grid(own, self._gather)
 
 

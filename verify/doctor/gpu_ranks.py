@@ -13,6 +13,7 @@ from ...backend.launching.launch import run_ranks, scratch_folder
 from ...backend.transport.base import Transport
 
 LIMIT_S = 100.0
+ON_ONE = 3
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Starts ranks on GPUs: one on each of up to `most`, over NCCL, or two on the only one, over gloo."""
+    """Starts ranks on GPUs: one on each of up to `most`, over NCCL, or three on the only one, taking turns, over gloo;
+    with three, who waits for one peer alone is found."""
 
     num_gpus: int
     most: int = 8
 
     def run(self, job: Callable[[Place], Any]) -> list[Any]:
         """What `job` returned on each rank. It has torch's default process group, and its GPU is the current one."""
-        size = min(self.num_gpus, self.most) if self.num_gpus > 1 else 2
+        size = min(self.num_gpus, self.most) if self.num_gpus > 1 else ON_ONE
         with scratch_folder("gpus-") as folder:
             payload = job, self.num_gpus > 1, str(folder / "store")
             return run_ranks(_on_gpu, payload, world_size=size, transport="gloo", timeout_s=LIMIT_S)

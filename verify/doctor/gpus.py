@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checks import Result, Table
-from .gpu_kernels import exact_all_reduces
+from .gpu_kernels import Streams, exact_all_reduces, peer_on
 from .gpu_ranks import Place, Ranks, seconds_on_gpu
 from .machine import Machine
 
@@ -67,23 +67,44 @@ def _operators(place: Place, num_bytes: int) -> dict[str, Callable[[], object]]:
 
 
 def _all_reduces(place: Place) -> list[tuple[str, int, float]]:
-    found, ours = [], exact_all_reduces(place, SIZES)
+    found, ours = [], exact_all_reduces(peer_on(place, max(SIZES)), SIZES)
     for num_bytes in SIZES:
-        times = max(5, min(200, (1 << 28) // num_bytes))
         calls = {**_operators(place, num_bytes), **{name: ours[name, size] for name, size in ours if size == num_bytes}}
-        found += [(name, num_bytes, seconds_on_gpu(call, times)) for name, call in calls.items()]
+        found += [(name, num_bytes, seconds_on_gpu(call, _times(num_bytes))) for name, call in calls.items()]
     return found
 
 
+def _all_reduces_on_streams() -> list[tuple[str, int, float]]:
+    """Of two ranks that share a GPU, beside the least that an addition of two tensors takes there."""
+    streams, found = Streams(2, max(SIZES)), []
+    ours = [exact_all_reduces(peer, SIZES) for peer in streams.peers]
+    for num_bytes in SIZES:
+        left, right, out = (torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        add = functools.partial(torch.add, left, right, out=out)
+        found.append(("one addition", num_bytes, seconds_on_gpu(add, _times(num_bytes))))
+        for name, size in ours[0]:
+            if size == num_bytes:
+                calls = [calls_of_rank[name, size] for calls_of_rank in ours]
+                found.append((name, num_bytes, streams.seconds(calls, _times(num_bytes))))
+    return found
+
+
+def _times(num_bytes: int) -> int:
+    return max(5, min(200, (1 << 28) // num_bytes))
+
+
 def all_reduces(machine: Machine) -> Result:
-    """Latency and bandwidth of all-reduces in bf16: NCCL's, torch's own in symmetric memory, and our exact ones."""
-    of_ranks = Ranks(len(machine.gpus)).run(_all_reduces)
+    """Latency and bandwidth of all-reduces in bf16: NCCL's, torch's own in symmetric memory, and our exact ones; ours
+    alone where ranks are streams of one GPU."""
+    several = len(machine.gpus) > 1
+    of_ranks = Ranks(len(machine.gpus)).run(_all_reduces) if several else [_all_reduces_on_streams()]
     rows, smallest = [], float("inf")
     for each in zip(*of_ranks, strict=True):
         name, num_bytes, _ = each[0]
         seconds = max(s for _, _, s in each)
         rows.append((name, num_bytes, round(seconds * 1e6, 1), round(num_bytes / seconds / 1e9, 2)))
         smallest = min(smallest, seconds)
-    table = Table(f"all-reduce in bf16, {len(of_ranks)} ranks", ("operator", "bytes", "us", "GB/s"), tuple(rows))
-    why = "" if len(machine.gpus) > 1 else "two ranks on one GPU take turns: NCCL is left out, rates are no link's"
+    where = f"{len(of_ranks)} GPUs" if several else "2 streams of one GPU"
+    table = Table(f"all-reduce in bf16, {where}", ("operator", "bytes", "us", "GB/s"), tuple(rows))
+    why = "" if several else "two streams of one GPU: NCCL and torch's need a GPU each, rates are no link's"
     return Result("ok", why, round(smallest * 1e6, 1), "us", (table,))

@@ -16,20 +16,24 @@ PAD_BYTES = 1 << 16
 """Of the signal pad of a rank: room for 2,048 blocks of 8 ranks."""
 
 
-def device_memory(
-    store: dist.Store, name: str, rank: int, size: int, device: torch.device, num_bytes: int
-) -> SymmetricMemory:
-    """`num_bytes` of buffer on this rank's `device`, all zeros, and the addresses of those of all `size` ranks.
+def device_memory(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> SymmetricMemory:
+    """`num_bytes` of buffer on this rank's `device`, all zeros, and the addresses of those of all ranks of `group`.
 
-    All ranks call it together, with a store that they share, a name used once in this process and equal numbers of
-    bytes. Raises `RuntimeError` where the driver does not share memory between the devices. torch refuses several ranks
-    on one device unless TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 is set before it is loaded.
+    All of them call it together with equal numbers of bytes. `group` is one that torch knows by its name, as those of
+    `torch.distributed` are. Raises `RuntimeError` where the driver does not share memory between the devices. torch
+    refuses several ranks on one device unless TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 is set before it is loaded.
     """
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed import _symmetric_memory as symmetric
 
-    _SymmetricMemory.set_group_info(name, rank, size, store)
-    whole = _SymmetricMemory.empty_strided_p2p((PAD_BYTES + num_bytes,), (1,), torch.uint8, device, name)
+    whole = symmetric.empty(PAD_BYTES + num_bytes, dtype=torch.uint8, device=device)
     whole.zero_()
-    handle = _SymmetricMemory.rendezvous(whole, name)
+    handle = symmetric.rendezvous(whole, group=group)
     handle.barrier(channel=0)  # no rank signals in a pad that its owner still makes zero
-    return SymmetricMemory.of(rank, whole, handle.buffer_ptrs, PAD_BYTES, handle.multicast_ptr)
+    return SymmetricMemory.of(group.rank(), whole, handle.buffer_ptrs, PAD_BYTES, handle.multicast_ptr)
+
+
+def memory_on_one_device(size: int, device: torch.device, num_bytes: int) -> list[SymmetricMemory]:
+    """The same of `size` ranks in one process that share a device, each a stream of it, by rank."""
+    wholes = [torch.zeros(PAD_BYTES + num_bytes, dtype=torch.uint8, device=device) for _ in range(size)]
+    begins = [whole.data_ptr() for whole in wholes]
+    return [SymmetricMemory.of(rank, whole, begins, PAD_BYTES) for rank, whole in enumerate(wholes)]

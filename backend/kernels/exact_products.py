@@ -1,0 +1,208 @@
+"""`ExactProducts`: the products of exact numerics by `products.exact_product`: of a matrix, of samples, of experts.
+
+Shape suffixes as in `numerics.base`: N rows, C a feature dimension that tensor parallelism cuts (this rank's part), F a
+whole one, E experts, B samples of S tokens. Operands are bf16, fp16 or fp32, their last dimension runs of memory; sums
+are fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.base.reduction import Node, merges_of
+from . import catalog
+from .kernel import Launcher
+from .products import PROBLEM_COLUMNS, most_held
+
+TILES = {torch.bfloat16: (128, 128, 64), torch.float16: (128, 128, 64), torch.float32: (128, 64, 16)}
+"""Rows, columns and k of a tile. They choose the instructions of a tensor core, so they belong to the numerics: tuning
+may change stages and the order of tiles, not these."""
+
+PARTS = 4
+
+UNIT_ELEMENTS = 16
+"""What Triton looks for in sizes; 16 bytes are at most 8 elements of the types here."""
+
+MOST_TABLES = 256
+
+Rows = tuple[int, int, int]
+"""An expert and its rows `[first, last)`."""
+
+
+class Problem(NamedTuple):
+    """The elements at which a product's operands and result begin, its rows and how many k it adds over."""
+
+    left: int
+    right: int
+    out: int
+    rows: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor and its strides along rows or columns (`across`) and along k."""
+
+    values: Tensor
+    across: int
+    along: int
+
+
+def merge_table(nodes: Sequence[Node]) -> list[int]:
+    """Of each leaf of tree nodes that lie one after the other, what `exact_product` does after it.
+
+    >>> merge_table([(0, 3), (3, 4)])
+    [0, 2, 3, 1]
+    """
+    table = []
+    for lo, hi in nodes:
+        table += [2 * count for count in merges_of(hi - lo, [(leaf, leaf + 1) for leaf in range(hi - lo)])]
+        table[-1] += 1
+    return table
+
+
+class ExactProducts:
+    """`launch` runs a kernel; at most `most_programs` run at a time, each with a place in the workspace."""
+
+    def __init__(self, launch: Launcher, most_programs: int):
+        self._launch, self._most_programs = launch, most_programs
+        self._tables: dict[tuple[torch.dtype | int, ...], Tensor] = {}
+
+    def project(self, x_NF: Tensor, weight_CF: Tensor) -> Tensor:
+        """x W^T, [n, c] in the type of `x`: one leaf, since no rank cuts F."""
+        (n, f), c = x_NF.shape, len(weight_CF)
+        out = x_NF.new_empty(n, c)
+        self._run(_rows(x_NF), _rows(weight_CF), out[None], [Problem(0, 0, 0, n, f)], c, f, ((0, 1),))
+        return out
+
+    def contract(self, x_NC: Tensor, weight_CF: Tensor, leaf: int, nodes: Sequence[Node]) -> Tensor:
+        """x W over leaves of `leaf` features, fp32 [nodes, n, f]: a value for each node of the tree over them that this
+        rank has; together they are all of C."""
+        (n, c), f = x_NC.shape, weight_CF.shape[1]
+        out = x_NC.new_empty(len(nodes), n, f, dtype=torch.float32)
+        self._run(_rows(x_NC), _columns(weight_CF), out, [Problem(0, 0, 0, n, c)], f, leaf, nodes)
+        return out
+
+    def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaf: int, nodes: Sequence[Node]) -> Tensor:
+        """x^T y over the tokens of each sample in leaves of `leaf` tokens, fp32 [nodes, b, c, f]: a value for each node
+        of the tree over the leaves; together they are all tokens."""
+        (b, s, c), f = x_BSC.shape, y_BSF.shape[2]
+        out = x_BSC.new_empty(len(nodes), b, c, f, dtype=torch.float32)
+        x, y = x_BSC.reshape(b * s, c), y_BSF.reshape(b * s, f)
+        problems = [Problem(i * s * x.stride(0), i * s * y.stride(0), i * c * f, c, s) for i in range(b)]
+        self._run(_columns(x), _columns(y), out.view(len(nodes), b * c, f), problems, f, leaf, nodes)
+        return out
+
+    def project_experts(self, x_NF: Tensor, weight_ECF: Tensor, groups: Iterable[Rows]) -> Tensor:
+        """x W^T with the expert of each row, [n, c] in the type of `x`. Groups are all rows, in any order."""
+        (n, f), c = x_NF.shape, weight_ECF.shape[1]
+        out = x_NF.new_empty(n, c)
+        problems = [
+            Problem(first * x_NF.stride(0), expert * weight_ECF.stride(0), first * c, last - first, f)
+            for expert, first, last in groups
+        ]
+        self._run(_rows(x_NF), _rows(weight_ECF[0]), out[None], problems, c, f, ((0, 1),))
+        return out
+
+    def contract_experts(
+        self, x_NC: Tensor, weight_ECF: Tensor, groups: Iterable[Rows], leaf: int, nodes: Sequence[Node]
+    ) -> Tensor:
+        """x W with the expert of each row, fp32 [nodes, n, f], as `contract`."""
+        (n, c), f = x_NC.shape, weight_ECF.shape[2]
+        out = x_NC.new_empty(len(nodes), n, f, dtype=torch.float32)
+        problems = [
+            Problem(first * x_NC.stride(0), expert * weight_ECF.stride(0), first * f, last - first, c)
+            for expert, first, last in groups
+        ]
+        self._run(_rows(x_NC), _columns(weight_ECF[0]), out, problems, f, leaf, nodes)
+        return out
+
+    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, groups: Sequence[Rows]) -> Tensor:
+        """x^T y over the rows of each group, fp32 [groups, c, f]: a group's rows are one leaf."""
+        c, f = x_NC.shape[1], y_NF.shape[1]
+        out = x_NC.new_empty(len(groups), c, f, dtype=torch.float32)
+        problems = [
+            Problem(first * x_NC.stride(0), first * y_NF.stride(0), number * c * f, c, last - first)
+            for number, (_, first, last) in enumerate(groups)
+        ]
+        longest = max(last - first for _, first, last in groups)
+        self._run(_columns(x_NC), _columns(y_NF), out.view(1, -1, f), problems, f, longest, ((0, 1),))
+        return out
+
+    def _run(
+        self,
+        left: Operand,
+        right: Operand,
+        out: Tensor,
+        problems: Sequence[Problem],
+        n: int,
+        leaf: int,
+        nodes: Sequence[Node],
+    ) -> None:
+        """Fills `out` [nodes, rows, n]."""
+        tile_m, tile_n, tile_k = TILES[left.values.dtype]
+        table, tiles = [], 0
+        for problem in problems:
+            table += [*problem, tiles]
+            tiles += -(-problem.rows // tile_m) * -(-n // tile_n)
+        table += [0] * (PROBLEM_COLUMNS - 1) + [tiles]
+        if not tiles:
+            return
+        leaves, programs = nodes[-1][1], min(tiles, self._most_programs)
+        room = programs * most_held(leaves) * tile_m * tile_n if leaves > 1 else 1
+        self._launch(
+            catalog.kernel("exact_product"),
+            programs,
+            {
+                "left": left.values,
+                "right": right.values,
+                "out": out,
+                "workspace": out.new_empty(room, dtype=torch.float32),
+                "problems": self._on_device(out.device, table, torch.int64),
+                "merges": self._on_device(out.device, merge_table(nodes), torch.int32),
+                "num_problems": len(problems),
+                "n": n,
+                "leaf": leaf,
+                "left_row": left.across,
+                "left_k": left.along,
+                "right_k": right.along,
+                "right_column": right.across,
+                "out_node": out.stride(0),
+                "out_row": out.stride(1),
+            },
+            {
+                "LEAVES": leaves,
+                "TILE_M": tile_m,
+                "TILE_N": tile_n,
+                "TILE_K": tile_k,
+                "PARTS": PARTS,
+                "UNIT_AT": math.gcd(UNIT_ELEMENTS, *(at for each in problems for at in each[:3])),
+                "UNIT_M": math.gcd(UNIT_ELEMENTS, *(each.rows for each in problems)),
+                "UNIT_K": math.gcd(UNIT_ELEMENTS, *(each.depth for each in problems)),
+            },
+        )
+
+    def _on_device(self, device: torch.device, table: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A table in device memory, where it stays: a model's shapes are few, but for rows of experts."""
+        key = (dtype, *table)
+        if key not in self._tables:
+            if len(self._tables) == MOST_TABLES:
+                self._tables.clear()
+            self._tables[key] = torch.tensor(table, dtype=dtype, device=device)
+        return self._tables[key]
+
+
+def _rows(matrix: Tensor) -> Operand:
+    """Whose rows are added over: k is its last dimension."""
+    return Operand(matrix, matrix.stride(0), matrix.stride(1))
+
+
+def _columns(matrix: Tensor) -> Operand:
+    """Whose columns are added over: k is its first dimension."""
+    return Operand(matrix, matrix.stride(1), matrix.stride(0))

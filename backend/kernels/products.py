@@ -1,0 +1,202 @@
+"""`exact_product`: products whose sums have the order of the canonical tree. A leaf is a run of k that one block adds
+up in sequence, by tensor cores in bf16; the tree over leaves is made of additions in fp32.
+
+So an element's bits follow from its row, its column, the leaves and the shape of a tile: not from which rank has which
+leaves, from how many rows a call has, or from where among them a row lies.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TILES_BESIDE: tl.constexpr = tl.constexpr(8)
+"""Tiles of rows that follow each other before the next columns come, so that both operands are found in the cache."""
+
+PROBLEM_COLUMNS = 6
+COLUMNS: tl.constexpr = tl.constexpr(PROBLEM_COLUMNS)
+
+
+def most_held(leaves: int) -> int:
+    """How many values of a tree over so many leaves are held at once, before the last leaf comes; at least 1."""
+    return max(1, (leaves - 1).bit_length())
+
+
+most_held_in = triton.constexpr_function(most_held)
+
+
+@triton.jit
+def exact_product(
+    left,
+    right,
+    out,
+    workspace,
+    problems,
+    merges,
+    num_problems: tl.int32,
+    n: tl.int64,
+    leaf: tl.int64,
+    left_row,
+    left_k,
+    right_k,
+    right_column,
+    out_node: tl.int64,
+    out_row,
+    LEAVES: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNIT_AT: tl.constexpr,
+    UNIT_M: tl.constexpr,
+    UNIT_K: tl.constexpr,
+):
+    """`out[node, i, j]` of each problem is the canonical sum over the node's leaves of the sums over k in a leaf of
+    `left[i, k] * right[k, j]`, rounded once to the type of `out`.
+
+    `problems` is int64[num_problems + 1, 6] in device memory: the elements at which left, right and out begin, how many
+    rows i there are, how many k, and the number of the first tile; the last row has nothing but the number of tiles.
+    All problems have `n` columns and LEAVES leaves of `leaf` k, the last one those that are left. `merges[l]` is twice
+    how many values are added after leaf l, left to right, plus 1 where a node is then complete. `workspace` is
+    fp32[programs, most_held(LEAVES), TILE_M, TILE_N]. Elements at which something begins are multiples of UNIT_AT,
+    numbers of rows of UNIT_M and of k of UNIT_K. A tile is added to others in PARTS parts, 1, 2 or 4: the fewer of its
+    values are in registers twice.
+    """
+    lane_m, lane_n, lane_k = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+    held = workspace + tl.program_id(0) * (most_held_in(LEAVES) * TILE_M * TILE_N)
+    tiles_n = ((n + TILE_N - 1) // TILE_N).to(tl.int32)
+    num_tiles = tl.load(problems + num_problems * COLUMNS + 5)
+    steps = ((leaf + TILE_K - 1) // TILE_K).to(tl.int32)
+    row = problems
+    tile = tl.program_id(0)
+    while tile < num_tiles:
+        while tl.load(row + COLUMNS + 5) <= tile:
+            row += COLUMNS
+        m = tl.multiple_of(tl.load(row + 3), UNIT_M)
+        k = tl.multiple_of(tl.load(row + 4), UNIT_K)
+        tiles_m = ((m + TILE_M - 1) // TILE_M).to(tl.int32)
+        tile_m, tile_n = place_of(tile - tl.load(row + 5).to(tl.int32), tiles_m, tiles_n)
+        first_m, first_n = tile_m.to(tl.int64) * TILE_M, tile_n.to(tl.int64) * TILE_N
+        rows, columns = first_m + lane_m, first_n + lane_n
+        of_left = left + tl.multiple_of(tl.load(row), UNIT_AT) + rows[:, None] * left_row + lane_k[None, :] * left_k
+        of_right = right + tl.multiple_of(tl.load(row + 1), UNIT_AT) + lane_k[:, None] * right_k
+        of_right = of_right + columns[None, :] * right_column
+        out_at = tl.multiple_of(tl.load(row + 2), UNIT_AT)
+        depth = tile_m * 0
+        for number in range(LEAVES):
+            begin = number * leaf
+            end = tl.minimum(begin + leaf, k)
+            total = tl.zeros((TILE_M, TILE_N), tl.float32)
+            for step in range(steps):
+                first_k = begin + step * TILE_K
+                is_k = lane_k < end - first_k
+                one = tl.load(of_left + first_k * left_k, mask=(rows < m)[:, None] & is_k[None, :], other=0.0)
+                other = tl.load(of_right + first_k * right_k, mask=is_k[:, None] & (columns < n)[None, :], other=0.0)
+                total = tl.dot(one, other, total, input_precision="ieee")
+            if LEAVES == 1:
+                place = out + out_at + first_m * out_row + first_n
+                stored(total, place, out_row, m - first_m, n - first_n, PARTS, TILE_M, TILE_N)
+            else:
+                todo = tl.load(merges + number)
+                depth -= todo // 2
+                place = held + depth * (TILE_M * TILE_N)
+                tl.debug_barrier()  # what other threads of this block have left there is there
+                if todo % 2 == 0:
+                    pushed(total, place, todo // 2, TILE_N, PARTS, TILE_M, TILE_N)
+                    depth += 1
+                else:
+                    of_out = out + out_at + first_m * out_row + first_n
+                    finished(
+                        total,
+                        place,
+                        todo // 2,
+                        of_out,
+                        out_row,
+                        m - first_m,
+                        n - first_n,
+                        TILE_N,
+                        PARTS,
+                        TILE_M,
+                        TILE_N,
+                    )
+                    out_at += out_node
+        tile += tl.num_programs(0)
+
+
+@triton.jit
+def stored(total, out, out_row, m, n, PARTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Rounds a tile into `out`, of which `m` rows and `n` columns are left."""
+    if PARTS > 1:
+        left, right = halves(total, TILE_M, TILE_N)
+        stored(left, out, out_row, m, n, PARTS // 2, TILE_M, TILE_N // 2)
+        stored(right, out + TILE_N // 2, out_row, m, n - TILE_N // 2, PARTS // 2, TILE_M, TILE_N // 2)
+    else:
+        row, column = tl.arange(0, TILE_M)[:, None], tl.arange(0, TILE_N)[None, :]
+        tl.store(out + row * out_row + column, total.to(out.dtype.element_ty), mask=(row < m) & (column < n))
+
+
+@triton.jit
+def pushed(total, held, count, ROW: tl.constexpr, PARTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """The sum of a tile and the `count` values held from `held` on takes the place of the first of them."""
+    if PARTS > 1:
+        left, right = halves(total, TILE_M, TILE_N)
+        pushed(left, held, count, ROW, PARTS // 2, TILE_M, TILE_N // 2)
+        pushed(right, held + TILE_N // 2, count, ROW, PARTS // 2, TILE_M, TILE_N // 2)
+    else:
+        total = added(total, held, count, ROW, TILE_M, TILE_N)
+        tl.debug_barrier()  # other threads have read what lay there
+        tl.store(places(held, ROW, TILE_M, TILE_N), total)
+
+
+@triton.jit
+def finished(
+    total,
+    held,
+    count,
+    out,
+    out_row,
+    m,
+    n,
+    ROW: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """Rounds the sum of a tile and the `count` values held into `out`, as `stored`."""
+    if PARTS > 1:
+        left, right = halves(total, TILE_M, TILE_N)
+        finished(left, held, count, out, out_row, m, n, ROW, PARTS // 2, TILE_M, TILE_N // 2)
+        held, out, n = held + TILE_N // 2, out + TILE_N // 2, n - TILE_N // 2
+        finished(right, held, count, out, out_row, m, n, ROW, PARTS // 2, TILE_M, TILE_N // 2)
+    else:
+        stored(added(total, held, count, ROW, TILE_M, TILE_N), out, out_row, m, n, 1, TILE_M, TILE_N)
+
+
+@triton.jit
+def added(total, held, count, ROW: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """The last of the `count` values held plus `total`, the one before plus that, and so on."""
+    for number in range(count):
+        total = tl.load(places(held + (count - 1 - number) * (TILE_M * ROW), ROW, TILE_M, TILE_N)) + total
+    return total
+
+
+@triton.jit
+def places(held, ROW: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Where the values of a part of a held tile lie, whose rows have ROW."""
+    return held + tl.arange(0, TILE_M)[:, None] * ROW + tl.arange(0, TILE_N)[None, :]
+
+
+@triton.jit
+def halves(total, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """The left and the right columns of a tile, which stay in the registers they are in."""
+    return tl.split(tl.permute(tl.reshape(total, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def place_of(tile, tiles_m, tiles_n):
+    """The row and column of a tile of a problem: columns of up to TILES_BESIDE tiles, one after the other."""
+    in_band = TILES_BESIDE * tiles_n
+    first = tile // in_band * TILES_BESIDE
+    beside = tl.minimum(tiles_m - first, TILES_BESIDE)
+    within = tile % in_band
+    return first + within % beside, within // beside
