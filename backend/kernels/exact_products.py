@@ -72,7 +72,7 @@ class ExactProducts:
 
     def __init__(self, launch: Launcher, most_programs: int):
         self._launch, self._most_programs = launch, most_programs
-        self._tables: dict[tuple[torch.dtype | int, ...], Tensor] = {}
+        self._tables: dict[tuple[object, ...], Tensor] = {}
 
     def project(self, x_NF: Tensor, weight_CF: Tensor) -> Tensor:
         """x W^T, [n, c] in the type of `x`: one leaf, since no rank cuts F."""

@@ -48,6 +48,11 @@ def meeting_gpus(machine: Machine) -> str:
     return ""
 
 
+def a_gpu_and_triton(machine: Machine) -> str:
+    """What kernels need that meet nobody."""
+    return a_gpu(machine) or triton(machine)
+
+
 def two_gpus(machine: Machine) -> str:
     """What two ranks over NCCL need."""
     return a_gpu(machine) or ("" if len(machine.gpus) > 1 else "NCCL needs a GPU for each rank, and one is here")
@@ -66,6 +71,9 @@ CHECKS = (
     Check("triton", "Triton loads", "kernels:triton"),
     Check("kernels", "kernels on the floors that are here", "kernels:floors", 120, triton),
     Check("gpu-products", "products by cuBLAS repeat their bits", "gpus:products", 120, a_gpu, on_gpu=True),
+    Check(
+        "gpu-exact-products", "our exact products", "gpu_products:exact_products", 120, a_gpu_and_triton, on_gpu=True
+    ),
     Check("gpu-kernels", "our kernels' cases on GPUs", "gpu_kernels:cases", 120, meeting_gpus, (OVERLAP,), True),
     Check("gpu-barriers", "rounds of our barrier", "gpu_kernels:barriers", 120, meeting_gpus, (OVERLAP,), True),
     Check("gpu-capture", "capture and replay with peers", "gpu_kernels:capture", 120, meeting_gpus, (OVERLAP,), True),

@@ -24,15 +24,14 @@ CPU = Machine("a CPU", 2, versions=VERSIONS, why_no_gpu="torch 2.11.0 is built w
 ONE = Machine("a CPU", 16, versions=VERSIONS, gpus=("NVIDIA H200",))
 PAIRS = tuple((one, other) for one in range(8) for other in range(one + 1, 8))
 LINKED = replace(ONE, gpus=("NVIDIA H100",) * 8, links=PAIRS)
+ALONE = {"gpu-products", "gpu-exact-products"}
+MEETING = {"gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce"}
 MACHINES = {
     "CPU only": (CPU, set()),
-    "one GPU": (ONE, {"gpu-products", "gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce"}),
-    "8 GPUs, NVLink": (
-        LINKED,
-        {"gpu-products", "gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce", "gpu-step"},
-    ),
-    "8 GPUs without it": (replace(LINKED, links=()), {"gpu-products", "gpu-step"}),
-    "NVLink in pairs": (replace(LINKED, links=((0, 1), (2, 3))), {"gpu-products", "gpu-step"}),
+    "one GPU": (ONE, ALONE | MEETING),
+    "8 GPUs, NVLink": (LINKED, ALONE | MEETING | {"gpu-step"}),
+    "8 GPUs without it": (replace(LINKED, links=()), ALONE | {"gpu-step"}),
+    "NVLink in pairs": (replace(LINKED, links=((0, 1), (2, 3))), ALONE | {"gpu-step"}),
 }
 
 SWITCHED = """\
@@ -222,6 +221,8 @@ def test_names_of_checks_are_known() -> None:
         cli.asked(["bit"], False)
     with pytest.raises(PlanError, match="Add --gpus"):
         cli.asked(["gpu-step"], False)
+    with pytest.raises(PlanError, match="Leave out --gpus"):
+        cli.asked(["bits"], True)
 
 
 def test_a_kernel_that_falls_from_a_floor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
