@@ -25,6 +25,13 @@ def shared_memory(machine: Machine) -> str:
     return torch(machine)
 
 
+def several_hosts(machine: Machine) -> str:
+    """What ranks of several hosts need."""
+    if machine.num_hosts < 2:
+        return "one host: start it on each with torchrun --nnodes (docs/doctor.md)"
+    return shared_memory(machine)
+
+
 def triton(machine: Machine) -> str:
     """What kernels need: Triton, and ranks that share memory."""
     if "triton" not in machine.versions:
@@ -59,6 +66,7 @@ def two_gpus(machine: Machine) -> str:
 
 
 CHECKS = (
+    Check("hosts", "ranks of all hosts bring the same bytes and sums", "hosts:hosts", 120, several_hosts),
     Check("event-engine", "compiled event engine: a step's length is the closed form's", "compiled:event_engine"),
     Check("digests", "compiled digests: those of numpy", "compiled:digest"),
     Check("exact-sums", "compiled exact sums: those of fractions", "compiled:exact_sum", needs=torch),

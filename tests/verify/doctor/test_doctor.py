@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +128,7 @@ def test_wrong_digests_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_transport_with_a_wrong_bit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def ranks(job: Any, *, transport: str, **_: Any) -> list[Any]:
-        found = [transports.awaited(rank) for rank in range(transports.NUM_RANKS)]
+        found = [transports.awaited(rank, transports.NUM_RANKS) for rank in range(transports.NUM_RANKS)]
         if transport == "gloo":
             name, (low, high) = found[2][0]
             found[2][0] = name, (low ^ 1, high)
@@ -231,3 +235,26 @@ def test_a_kernel_that_falls_from_a_floor_is_named(monkeypatch: pytest.MonkeyPat
     result = kernels.floors(CPU)
     assert (result.status, result.why) == ("failed", "all_gather: assembled: 4 spills")
     assert Report("CPU only", VERSIONS, {"kernels": result}).to_json()["kernels"] == found
+
+
+def test_hosts_of_torchrun_receive_the_same(tmp_path: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", "shardproof", "doctor", "--only", "hosts", "--json"]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "MASTER_PORT": str(port)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    reports = [json.loads(process.communicate(timeout=600)[0]) for process in started]
+    for report in reports:
+        assert report["ok"], report
+        assert report["device"].startswith("2 hosts")
+        assert [check["status"] for check in report["checks"]] == ["ok"]
