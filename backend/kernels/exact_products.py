@@ -18,13 +18,13 @@ from torch import Tensor
 from ...core.base.reduction import Node, merges_of
 from . import catalog
 from .kernel import Launcher
-from .products import PROBLEM_COLUMNS, most_held
+from .products import PROBLEM_COLUMNS
 
-TILES = {torch.bfloat16: (128, 128, 64), torch.float16: (128, 128, 64), torch.float32: (128, 64, 16)}
+TILES = {torch.bfloat16: (128, 128, 64), torch.float16: (128, 128, 64), torch.float32: (128, 128, 16)}
 """Rows, columns and k of a tile. They choose the instructions of a tensor core, so they belong to the numerics: tuning
 may change stages and the order of tiles, not these."""
 
-PARTS = 4
+PARTS = 2
 
 UNIT_ELEMENTS = 16
 """What Triton looks for in sizes; 16 bytes are at most 8 elements of the types here."""
@@ -155,7 +155,8 @@ class ExactProducts:
         if not tiles:
             return
         leaves, programs = nodes[-1][1], min(tiles, self._most_programs)
-        room = programs * most_held(leaves) * tile_m * tile_n if leaves > 1 else 1
+        most_held = (leaves - 1).bit_length()  # of a tree over so many leaves, before the last one comes
+        room = max(1, programs * most_held * tile_m * tile_n)
         self._launch(
             catalog.kernel("exact_product"),
             programs,
@@ -169,6 +170,8 @@ class ExactProducts:
                 "num_problems": len(problems),
                 "n": n,
                 "leaf": leaf,
+                "leaves": leaves,
+                "most_held": most_held,
                 "left_row": left.across,
                 "left_k": left.along,
                 "right_k": right.along,
@@ -177,7 +180,7 @@ class ExactProducts:
                 "out_row": out.stride(1),
             },
             {
-                "LEAVES": leaves,
+                "IS_TREE": leaves > 1,
                 "TILE_M": tile_m,
                 "TILE_N": tile_n,
                 "TILE_K": tile_k,
