@@ -18,7 +18,7 @@ from torch import Tensor
 from ...core.base.reduction import Node, merges_of
 from . import catalog
 from .kernel import Launcher
-from .products import PROBLEM_COLUMNS, most_held
+from .products import PROBLEM_COLUMNS
 
 
 class Tile(NamedTuple):
@@ -88,7 +88,7 @@ class ExactProducts:
 
     def __init__(self, launch: Launcher, most_programs: int, tiles: Mapping[torch.dtype, Tile] = TILES):
         self._launch, self._most_programs, self._tiles = launch, most_programs, tiles
-        self._tables: dict[tuple[torch.dtype | int, ...], Tensor] = {}
+        self._tables: dict[tuple[object, ...], Tensor] = {}
 
     def project(self, x_NF: Tensor, weight_CF: Tensor) -> Tensor:
         """x W^T, [n, c] in the type of `x`: one leaf, since no rank cuts F."""
@@ -185,6 +185,8 @@ class ExactProducts:
                 "num_problems": len(problems),
                 "n": n,
                 "leaf": leaf,
+                "leaves": leaves,
+                "most_held": most_held,
                 "left_row": left.across,
                 "left_k": left.along,
                 "right_k": right.along,

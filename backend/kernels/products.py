@@ -17,14 +17,6 @@ PROBLEM_COLUMNS = 6
 COLUMNS: tl.constexpr = tl.constexpr(PROBLEM_COLUMNS)
 
 
-def most_held(leaves: int) -> int:
-    """How many values of a tree over so many leaves are held at once, before the last leaf comes; at least 1."""
-    return max(1, (leaves - 1).bit_length())
-
-
-most_held_in = triton.constexpr_function(most_held)
-
-
 @triton.jit
 def exact_product(
     left,
@@ -36,13 +28,15 @@ def exact_product(
     num_problems: tl.int32,
     n: tl.int64,
     leaf: tl.int64,
+    leaves: tl.int32,
+    most_held: tl.int32,
     left_row,
     left_k,
     right_k,
     right_column,
     out_node: tl.int64,
     out_row,
-    LEAVES: tl.constexpr,
+    IS_TREE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -56,14 +50,14 @@ def exact_product(
 
     `problems` is int64[num_problems + 1, 6] in device memory: the elements at which left, right and out begin, how many
     rows i there are, how many k, and the number of the first tile; the last row has nothing but the number of tiles.
-    All problems have `n` columns and LEAVES leaves of `leaf` k, the last one those that are left. `merges[l]` is twice
-    how many values are added after leaf l, left to right, plus 1 where a node is then complete. `workspace` is
-    fp32[programs, most_held(LEAVES), TILE_M, TILE_N]. Elements at which something begins are multiples of UNIT_AT,
-    numbers of rows of UNIT_M and of k of UNIT_K. A tile is added to others in PARTS parts, 1, 2 or 4: the fewer of its
-    values are in registers twice.
+    All problems have `n` columns and `leaves` leaves of `leaf` k, the last one those that are left; IS_TREE says that
+    there are several. `merges[l]` is twice how many values are added after leaf l, left to right, plus 1 where a node
+    is then complete. `workspace` is fp32[programs, most_held, TILE_M, TILE_N]. Elements at which something begins are
+    multiples of UNIT_AT, numbers of rows of UNIT_M and of k of UNIT_K. A tile is added to others in PARTS parts, 1, 2
+    or 4: the fewer of its values are in registers twice.
     """
     lane_m, lane_n, lane_k = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-    held = workspace + tl.program_id(0) * (most_held_in(LEAVES) * TILE_M * TILE_N)
+    held = workspace + tl.program_id(0) * (most_held * TILE_M * TILE_N)
     tiles_n = ((n + TILE_N - 1) // TILE_N).to(tl.int32)
     num_tiles = tl.load(problems + num_problems * COLUMNS + 5)
     steps = ((leaf + TILE_K - 1) // TILE_K).to(tl.int32)
@@ -83,7 +77,7 @@ def exact_product(
         of_right = of_right + columns[None, :] * right_column
         out_at = tl.multiple_of(tl.load(row + 2), UNIT_AT)
         depth = tile_m * 0
-        for number in range(LEAVES):
+        for number in range(leaves):
             begin = number * leaf
             end = tl.minimum(begin + leaf, k)
             total = tl.zeros((TILE_M, TILE_N), tl.float32)
@@ -93,7 +87,7 @@ def exact_product(
                 one = tl.load(of_left + first_k * left_k, mask=(rows < m)[:, None] & is_k[None, :], other=0.0)
                 other = tl.load(of_right + first_k * right_k, mask=is_k[:, None] & (columns < n)[None, :], other=0.0)
                 total = tl.dot(one, other, total, input_precision="ieee")
-            if LEAVES == 1:
+            if not IS_TREE:
                 place = out + out_at + first_m * out_row + first_n
                 stored(total, place, out_row, m - first_m, n - first_n, PARTS, TILE_M, TILE_N)
             else:

@@ -25,6 +25,13 @@ def shared_memory(machine: Machine) -> str:
     return torch(machine)
 
 
+def several_hosts(machine: Machine) -> str:
+    """What ranks of several hosts need."""
+    if machine.num_hosts < 2:
+        return "one host: start it on each with torchrun --nnodes (docs/doctor.md)"
+    return shared_memory(machine)
+
+
 def triton(machine: Machine) -> str:
     """What kernels need: Triton, and ranks that share memory."""
     if "triton" not in machine.versions:
@@ -48,12 +55,18 @@ def meeting_gpus(machine: Machine) -> str:
     return ""
 
 
+def a_gpu_and_triton(machine: Machine) -> str:
+    """What kernels need that meet nobody."""
+    return a_gpu(machine) or triton(machine)
+
+
 def two_gpus(machine: Machine) -> str:
     """What two ranks over NCCL need."""
     return a_gpu(machine) or ("" if len(machine.gpus) > 1 else "NCCL needs a GPU for each rank, and one is here")
 
 
 CHECKS = (
+    Check("hosts", "ranks of all hosts bring the same bytes and sums", "hosts:hosts", 120, several_hosts),
     Check("event-engine", "compiled event engine: a step's length is the closed form's", "compiled:event_engine"),
     Check("digests", "compiled digests: those of numpy", "compiled:digest"),
     Check("exact-sums", "compiled exact sums: those of fractions", "compiled:exact_sum", needs=torch),
@@ -66,6 +79,9 @@ CHECKS = (
     Check("triton", "Triton loads", "kernels:triton"),
     Check("kernels", "kernels on the floors that are here", "kernels:floors", 120, triton),
     Check("gpu-products", "products by cuBLAS repeat their bits", "gpus:products", 120, a_gpu, on_gpu=True),
+    Check(
+        "gpu-exact-products", "our exact products", "gpu_products:exact_products", 120, a_gpu_and_triton, on_gpu=True
+    ),
     Check("gpu-kernels", "our kernels' cases on GPUs", "gpu_kernels:cases", 120, meeting_gpus, (OVERLAP,), True),
     Check("gpu-barriers", "rounds of our barrier", "gpu_kernels:barriers", 120, meeting_gpus, (OVERLAP,), True),
     Check("gpu-capture", "capture and replay with peers", "gpu_kernels:capture", 120, meeting_gpus, (OVERLAP,), True),

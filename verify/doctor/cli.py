@@ -55,13 +55,15 @@ def run(args: argparse.Namespace) -> int:
 
 def asked(only: Sequence[str] | None, gpus: bool) -> list[Check]:
     """The checks to run. Raises `UnknownNameError` for a name that there is not, `PlanError` for one of GPUs
-    without --gpus."""
+    without --gpus, and for --gpus without one."""
     known = {check.name: check for check in CHECKS}
     for name in only or ():
         if name not in known:
             raise UnknownNameError("check", name, known)
         if known[name].on_gpu and not gpus:
             raise PlanError(f"{name} checks GPUs. Add --gpus.")
+    if gpus and only and not any(known[name].on_gpu for name in only):
+        raise PlanError(f"no GPU is needed for {', '.join(only)}. Leave out --gpus.")
     return [check for check in CHECKS if (gpus or not check.on_gpu) and (only is None or check.name in only)]
 
 

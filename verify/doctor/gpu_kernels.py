@@ -16,7 +16,7 @@ from ..kernels.cases import few_cases, run_case
 from ..kernels.floors import HOLDS
 from ..kernels.processes import Peer
 from .checks import Result, Table
-from .gpu_ranks import ON_ONE, Place, Ranks, seconds_on_gpu
+from .gpu_ranks import ON_ONE, Place, Ranks, seconds_in_graph, seconds_of_calls
 from .machine import Machine
 
 BUFFER_BYTES = 1 << 28
@@ -24,8 +24,10 @@ BLOCK = 1024
 NUM_BLOCKS = 4
 """Of a case, whose sizes follow from it."""
 
-CALLS = 10_000
-"""Of an all-reduce in each of three rounds that are checked and three that are timed; each meets twice."""
+CHECKED = 50_000
+"""Calls of an all-reduce whose results are looked at; each meets twice."""
+
+TIMED = 200
 
 NUM_REPLAYS = 1_000
 
@@ -63,19 +65,19 @@ class Streams:
             with torch.cuda.stream(stream):
                 call()
 
-    def seconds(self, calls: Sequence[Callable[[], object]], times: int) -> float:
-        """Of one round of calls: the least of three rounds of `times`, after one."""
+    def together(self, calls: Sequence[Callable[[], object]], times: int) -> None:
+        """So many rounds of calls, all after what the current stream has done and before what it does next."""
         current = torch.cuda.current_stream()
+        for stream in self._streams:
+            stream.wait_stream(current)
+        for _ in range(times):
+            self.run(calls)
+        for stream in self._streams:
+            current.wait_stream(stream)
 
-        def together() -> None:
-            for stream in self._streams:
-                stream.wait_stream(current)
-            for _ in range(times):
-                self.run(calls)
-            for stream in self._streams:
-                current.wait_stream(stream)
-
-        return seconds_on_gpu(together, 1) / times
+    def seconds(self, calls: Sequence[Callable[[], object]], times: int) -> float:
+        """Of one round of calls, of `times` in a graph."""
+        return seconds_in_graph(lambda number: self.together(calls, number), times)
 
 
 def _cases(place: Place) -> dict[str, str]:
@@ -84,7 +86,7 @@ def _cases(place: Place) -> dict[str, str]:
     for kernel in catalog.KERNELS:
         lacks = "multicast" in kernel.function.arg_names and not peer.memory.multicast
         if not lacks and kernel.least_architecture <= architecture:
-            cases = few_cases(kernel.name, place.size, block=BLOCK, num_blocks=NUM_BLOCKS)
+            cases = few_cases(kernel.name, place.size, block=BLOCK, num_blocks=NUM_BLOCKS, compiled=True)
             wrong = [f"{case}: {outcome}" for case in cases if not (outcome := run_case(peer, case)).right]
             found[kernel.name] = "; ".join(wrong)
     return found
@@ -166,15 +168,17 @@ class Rounds:
 
 def _meet(place: Place) -> tuple[int, float]:
     rounds = Rounds(peer_on(place, 1 << 20))
-    seconds_on_gpu(rounds, CALLS)
-    return int(rounds.wrong), seconds_on_gpu(rounds.all_reduce, CALLS)
+    for _ in range(CHECKED):
+        rounds()
+    return int(rounds.wrong), seconds_of_calls(rounds.all_reduce, TIMED)
 
 
 def _meet_on_streams() -> tuple[int, float]:
     streams = Streams(ON_ONE, 1 << 20)
     rounds = [Rounds(peer) for peer in streams.peers]
-    streams.seconds(rounds, CALLS)
-    return sum(int(each.wrong) for each in rounds), streams.seconds([each.all_reduce for each in rounds], CALLS)
+    streams.together(rounds, CHECKED)
+    torch.cuda.synchronize()
+    return sum(int(each.wrong) for each in rounds), streams.seconds([each.all_reduce for each in rounds], TIMED)
 
 
 def barriers(machine: Machine) -> Result:
@@ -184,7 +188,7 @@ def barriers(machine: Machine) -> Result:
         return Result("failed", "a rank reads what a peer had not written yet", wrong, "values")
     how = f"{len(of_ranks)} GPUs" if len(of_ranks) > 1 else f"{ON_ONE} streams of one GPU"
     slowest_s = max(seconds for _, seconds in of_ranks)
-    return Result("ok", f"{12 * CALLS:,} rounds, {how}", round(slowest_s * 1e6, 2), "us an all-reduce")
+    return Result("ok", f"{2 * CHECKED:,} rounds, {how}", round(slowest_s * 1e6, 2), "us an all-reduce")
 
 
 def _replay(place: Place) -> int:

@@ -68,3 +68,24 @@ def seconds_on_gpu(call: Callable[[], object], times: int) -> float:
         end.synchronize()
         rounds.append(start.elapsed_time(end) / 1e3 / times)
     return min(rounds)
+
+
+def seconds_in_graph(work: Callable[[int], object], times: int) -> float:
+    """Seconds of one of `times` calls, which `work(times)` makes, by the GPU's clock and without the host: they are
+    replayed from a graph."""
+    work(1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work(times)
+    return seconds_on_gpu(graph.replay, 1) / times
+
+
+def seconds_of_calls(call: Callable[[], object], times: int) -> float:
+    """The same of calls one after the other."""
+
+    def work(number: int) -> None:
+        for _ in range(number):
+            call()
+
+    return seconds_in_graph(work, times)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .checks import Result, Table
 from .gpu_kernels import Streams, exact_all_reduces, peer_on
-from .gpu_ranks import Place, Ranks, seconds_on_gpu
+from .gpu_ranks import Place, Ranks, seconds_of_calls, seconds_on_gpu
 from .machine import Machine
 
 SIZES = (4096, 1 << 16, 1 << 20, 1 << 24, 1 << 27)
@@ -69,8 +69,12 @@ def _operators(place: Place, num_bytes: int) -> dict[str, Callable[[], object]]:
 def _all_reduces(place: Place) -> list[tuple[str, int, float]]:
     found, ours = [], exact_all_reduces(peer_on(place, max(SIZES)), SIZES)
     for num_bytes in SIZES:
-        calls = {**_operators(place, num_bytes), **{name: ours[name, size] for name, size in ours if size == num_bytes}}
-        found += [(name, num_bytes, seconds_on_gpu(call, _times(num_bytes))) for name, call in calls.items()]
+        times = _times(num_bytes)
+        for name, call in _operators(place, num_bytes).items():
+            found.append((name, num_bytes, seconds_on_gpu(call, times)))
+        for name, size in ours:
+            if size == num_bytes:
+                found.append((name, num_bytes, seconds_of_calls(ours[name, size], times)))
     return found
 
 
@@ -81,7 +85,7 @@ def _all_reduces_on_streams() -> list[tuple[str, int, float]]:
     for num_bytes in SIZES:
         left, right, out = (torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         add = functools.partial(torch.add, left, right, out=out)
-        found.append(("one addition", num_bytes, seconds_on_gpu(add, _times(num_bytes))))
+        found.append(("one addition", num_bytes, seconds_of_calls(add, _times(num_bytes))))
         for name, size in ours[0]:
             if size == num_bytes:
                 calls = [calls_of_rank[name, size] for calls_of_rank in ours]

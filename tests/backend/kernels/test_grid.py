@@ -53,6 +53,13 @@ def test_a_grid_is_the_least_of_residency_work_and_pads():
     assert meeting_grid(use, H100, work_blocks=10**6, pad_blocks=128) == Grid(128, "signal pads")
 
 
+def test_kernels_that_meet_on_one_device_share_what_is_resident():
+    use = KernelUse(72, 0, 4)
+    assert meeting_grid(use, H100, work_blocks=10**6, pad_blocks=10**6, sharing=3) == Grid(7 * 132 // 3, "registers")
+    with pytest.raises(ValueError, match="not one for each of 1000 kernels"):
+        meeting_grid(use, H100, work_blocks=1, pad_blocks=10**6, sharing=1000)
+
+
 def test_peers_of_different_devices_launch_the_same_grid():
     grids = [Grid(132, "work"), Grid(108, "registers")]
     agreed = [agreed_grid(grid, lambda _: [grid.num_blocks for grid in grids]) for grid in grids]

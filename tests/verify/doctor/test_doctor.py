@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +28,14 @@ CPU = Machine("a CPU", 2, versions=VERSIONS, why_no_gpu="torch 2.11.0 is built w
 ONE = Machine("a CPU", 16, versions=VERSIONS, gpus=("NVIDIA H200",))
 PAIRS = tuple((one, other) for one in range(8) for other in range(one + 1, 8))
 LINKED = replace(ONE, gpus=("NVIDIA H100",) * 8, links=PAIRS)
+ALONE = {"gpu-products", "gpu-exact-products"}
+MEETING = {"gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce"}
 MACHINES = {
     "CPU only": (CPU, set()),
-    "one GPU": (ONE, {"gpu-products", "gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce"}),
-    "8 GPUs, NVLink": (
-        LINKED,
-        {"gpu-products", "gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce", "gpu-step"},
-    ),
-    "8 GPUs without it": (replace(LINKED, links=()), {"gpu-products", "gpu-step"}),
-    "NVLink in pairs": (replace(LINKED, links=((0, 1), (2, 3))), {"gpu-products", "gpu-step"}),
+    "one GPU": (ONE, ALONE | MEETING),
+    "8 GPUs, NVLink": (LINKED, ALONE | MEETING | {"gpu-step"}),
+    "8 GPUs without it": (replace(LINKED, links=()), ALONE | {"gpu-step"}),
+    "NVLink in pairs": (replace(LINKED, links=((0, 1), (2, 3))), ALONE | {"gpu-step"}),
 }
 
 SWITCHED = """\
@@ -125,7 +128,7 @@ def test_wrong_digests_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_transport_with_a_wrong_bit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def ranks(job: Any, *, transport: str, **_: Any) -> list[Any]:
-        found = [transports.awaited(rank) for rank in range(transports.NUM_RANKS)]
+        found = [transports.awaited(rank, transports.NUM_RANKS) for rank in range(transports.NUM_RANKS)]
         if transport == "gloo":
             name, (low, high) = found[2][0]
             found[2][0] = name, (low ^ 1, high)
@@ -222,6 +225,8 @@ def test_names_of_checks_are_known() -> None:
         cli.asked(["bit"], False)
     with pytest.raises(PlanError, match="Add --gpus"):
         cli.asked(["gpu-step"], False)
+    with pytest.raises(PlanError, match="Leave out --gpus"):
+        cli.asked(["bits"], True)
 
 
 def test_a_kernel_that_falls_from_a_floor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +235,26 @@ def test_a_kernel_that_falls_from_a_floor_is_named(monkeypatch: pytest.MonkeyPat
     result = kernels.floors(CPU)
     assert (result.status, result.why) == ("failed", "all_gather: assembled: 4 spills")
     assert Report("CPU only", VERSIONS, {"kernels": result}).to_json()["kernels"] == found
+
+
+def test_hosts_of_torchrun_receive_the_same(tmp_path: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", "shardproof", "doctor", "--only", "hosts", "--json"]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "MASTER_PORT": str(port)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    reports = [json.loads(process.communicate(timeout=600)[0]) for process in started]
+    for report in reports:
+        assert report["ok"], report
+        assert report["device"].startswith("2 hosts")
+        assert [check["status"] for check in report["checks"]] == ["ok"]
