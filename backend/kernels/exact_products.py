@@ -32,14 +32,14 @@ class Tile(NamedTuple):
     m: int
     n: int
     k: int
-    parts: int = 4
+    parts: int = 2
     num_warps: int = 8
 
 
 TILES: Mapping[torch.dtype, Tile] = {
     torch.bfloat16: Tile(128, 128, 64),
     torch.float16: Tile(128, 128, 64),
-    torch.float32: Tile(128, 64, 16),
+    torch.float32: Tile(128, 128, 16),
 }
 
 UNIT_ELEMENTS = 16
@@ -171,7 +171,8 @@ class ExactProducts:
         if not tiles:
             return
         leaves, programs = nodes[-1][1], min(tiles, self._most_programs)
-        room = programs * most_held(leaves) * tile.m * tile.n if leaves > 1 else 1
+        most_held = (leaves - 1).bit_length()  # of a tree over so many leaves, before the last one comes
+        room = max(1, programs * most_held * tile.m * tile.n)
         self._launch(
             replace(catalog.kernel("exact_product"), num_warps=tile.num_warps),
             programs,
@@ -195,7 +196,7 @@ class ExactProducts:
                 "out_row": out.stride(1),
             },
             {
-                "LEAVES": leaves,
+                "IS_TREE": leaves > 1,
                 "TILE_M": tile.m,
                 "TILE_N": tile.n,
                 "TILE_K": tile.k,
