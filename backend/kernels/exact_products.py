@@ -8,8 +8,8 @@ are fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,11 +20,27 @@ from . import catalog
 from .kernel import Launcher
 from .products import PROBLEM_COLUMNS
 
-TILES = {torch.bfloat16: (128, 128, 64), torch.float16: (128, 128, 64), torch.float32: (128, 128, 16)}
-"""Rows, columns and k of a tile. They choose the instructions of a tensor core, so they belong to the numerics: tuning
-may change stages and the order of tiles, not these."""
 
-PARTS = 2
+class Tile(NamedTuple):
+    """What a block multiplies at a time: rows, columns and k; in how many parts it is added to others; warps of a
+    block.
+
+    They choose the instructions of a tensor core, so they belong to the numerics: tuning may change stages and the
+    order of tiles, not these.
+    """
+
+    m: int
+    n: int
+    k: int
+    parts: int = 2
+    num_warps: int = 8
+
+
+TILES: Mapping[torch.dtype, Tile] = {
+    torch.bfloat16: Tile(128, 128, 64),
+    torch.float16: Tile(128, 128, 64),
+    torch.float32: Tile(128, 128, 16),
+}
 
 UNIT_ELEMENTS = 16
 """What Triton looks for in sizes; 16 bytes are at most 8 elements of the types here."""
@@ -47,7 +63,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor and its strides along rows or columns (`across`) and along k."""
+    """A tensor of one matrix or more, and the strides of each along rows or columns (`across`) and along k."""
 
     values: Tensor
     across: int
@@ -70,8 +86,8 @@ def merge_table(nodes: Sequence[Node]) -> list[int]:
 class ExactProducts:
     """`launch` runs a kernel; at most `most_programs` run at a time, each with a place in the workspace."""
 
-    def __init__(self, launch: Launcher, most_programs: int):
-        self._launch, self._most_programs = launch, most_programs
+    def __init__(self, launch: Launcher, most_programs: int, tiles: Mapping[torch.dtype, Tile] = TILES):
+        self._launch, self._most_programs, self._tiles = launch, most_programs, tiles
         self._tables: dict[tuple[object, ...], Tensor] = {}
 
     def project(self, x_NF: Tensor, weight_CF: Tensor) -> Tensor:
@@ -107,7 +123,7 @@ class ExactProducts:
             Problem(first * x_NF.stride(0), expert * weight_ECF.stride(0), first * c, last - first, f)
             for expert, first, last in groups
         ]
-        self._run(_rows(x_NF), _rows(weight_ECF[0]), out[None], problems, c, f, ((0, 1),))
+        self._run(_rows(x_NF), _rows(weight_ECF), out[None], problems, c, f, ((0, 1),))
         return out
 
     def contract_experts(
@@ -120,7 +136,7 @@ class ExactProducts:
             Problem(first * x_NC.stride(0), expert * weight_ECF.stride(0), first * f, last - first, c)
             for expert, first, last in groups
         ]
-        self._run(_rows(x_NC), _columns(weight_ECF[0]), out, problems, f, leaf, nodes)
+        self._run(_rows(x_NC), _columns(weight_ECF), out, problems, f, leaf, nodes)
         return out
 
     def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, groups: Sequence[Rows]) -> Tensor:
@@ -131,7 +147,7 @@ class ExactProducts:
             Problem(first * x_NC.stride(0), first * y_NF.stride(0), number * c * f, c, last - first)
             for number, (_, first, last) in enumerate(groups)
         ]
-        longest = max(last - first for _, first, last in groups)
+        longest = max((last - first for _, first, last in groups), default=0)
         self._run(_columns(x_NC), _columns(y_NF), out.view(1, -1, f), problems, f, longest, ((0, 1),))
         return out
 
@@ -146,19 +162,19 @@ class ExactProducts:
         nodes: Sequence[Node],
     ) -> None:
         """Fills `out` [nodes, rows, n]."""
-        tile_m, tile_n, tile_k = TILES[left.values.dtype]
+        tile = self._tiles[left.values.dtype]
         table, tiles = [], 0
         for problem in problems:
             table += [*problem, tiles]
-            tiles += -(-problem.rows // tile_m) * -(-n // tile_n)
+            tiles += -(-problem.rows // tile.m) * -(-n // tile.n)
         table += [0] * (PROBLEM_COLUMNS - 1) + [tiles]
         if not tiles:
             return
         leaves, programs = nodes[-1][1], min(tiles, self._most_programs)
         most_held = (leaves - 1).bit_length()  # of a tree over so many leaves, before the last one comes
-        room = max(1, programs * most_held * tile_m * tile_n)
+        room = max(1, programs * most_held * tile.m * tile.n)
         self._launch(
-            catalog.kernel("exact_product"),
+            replace(catalog.kernel("exact_product"), num_warps=tile.num_warps),
             programs,
             {
                 "left": left.values,
@@ -181,10 +197,10 @@ class ExactProducts:
             },
             {
                 "IS_TREE": leaves > 1,
-                "TILE_M": tile_m,
-                "TILE_N": tile_n,
-                "TILE_K": tile_k,
-                "PARTS": PARTS,
+                "TILE_M": tile.m,
+                "TILE_N": tile.n,
+                "TILE_K": tile.k,
+                "PARTS": tile.parts,
                 "UNIT_AT": math.gcd(UNIT_ELEMENTS, *(at for each in problems for at in each[:3])),
                 "UNIT_M": math.gcd(UNIT_ELEMENTS, *(each.rows for each in problems)),
                 "UNIT_K": math.gcd(UNIT_ELEMENTS, *(each.depth for each in problems)),
@@ -203,9 +219,9 @@ class ExactProducts:
 
 def _rows(matrix: Tensor) -> Operand:
     """Whose rows are added over: k is its last dimension."""
-    return Operand(matrix, matrix.stride(0), matrix.stride(1))
+    return Operand(matrix, matrix.stride(-2), matrix.stride(-1))
 
 
 def _columns(matrix: Tensor) -> Operand:
-    """Whose columns are added over: k is its first dimension."""
-    return Operand(matrix, matrix.stride(1), matrix.stride(0))
+    """Whose columns are added over: k is its last dimension but one."""
+    return Operand(matrix, matrix.stride(-1), matrix.stride(-2))

@@ -86,7 +86,7 @@ def _cases(place: Place) -> dict[str, str]:
     for kernel in catalog.KERNELS:
         lacks = "multicast" in kernel.function.arg_names and not peer.memory.multicast
         if not lacks and kernel.least_architecture <= architecture:
-            cases = few_cases(kernel.name, place.size, block=BLOCK, num_blocks=NUM_BLOCKS)
+            cases = few_cases(kernel.name, place.size, block=BLOCK, num_blocks=NUM_BLOCKS, compiled=True)
             wrong = [f"{case}: {outcome}" for case in cases if not (outcome := run_case(peer, case)).right]
             found[kernel.name] = "; ".join(wrong)
     return found

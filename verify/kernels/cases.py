@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .processes import Peer
+from .products_story import sizes_of
 from .stories import DTYPES, STORIES, Case
 
 OF_ROWS = ("gather_rows", "reduce_scatter_rows", "add_norm_gather", "add_norm_gather_multicast")
@@ -20,6 +21,9 @@ SUMS = (
 )
 WHOLE_UNITS = ("add_norm_gather_multicast",)
 """Kernels whose rows are multiples of 16 bytes, which eight elements are."""
+
+PRODUCTS = ("exact_product",)
+"""Kernels that meet no peer: one rank runs their cases."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,13 @@ def run_case(peer: Peer, case: Case) -> Outcome:
     return Outcome(wrong, int(peer.memory.own_pad.count_nonzero()))
 
 
-def few_cases(kernel: str, world_size: int, *, block: int = 64, num_blocks: int = 2) -> tuple[Case, ...]:
+def few_cases(
+    kernel: str, world_size: int, *, block: int = 64, num_blocks: int = 2, compiled: bool = False
+) -> tuple[Case, ...]:
     """The cases that find most: a size with a remainder in more than one block, in both types, several nodes a rank,
-    a slow rank."""
+    a slow rank. Where kernels run as `compiled`, the order inside a leaf of fp32 is known, and is a case."""
+    if kernel in PRODUCTS:
+        return tuple(_of_products(kernel, block, num_blocks, compiled))
     n, width = _odd_size(kernel, block, num_blocks)
     shape = {"n": n, "width": width, "block": block, "num_blocks": num_blocks}
     found = [Case(kernel, world_size, dtype, **shape) for dtype in DTYPES]
@@ -56,14 +64,37 @@ def few_cases(kernel: str, world_size: int, *, block: int = 64, num_blocks: int 
     return (*found, Case(kernel, world_size, "bf16", slow_rank=world_size - 1, calls=4, **shape))
 
 
+def _of_products(kernel: str, block: int, num_blocks: int, compiled: bool) -> Iterator[Case]:
+    for dtype, of in DTYPES.items():
+        for any_numbers in (False, True) if compiled and dtype == "fp32" else (False,):
+            for sizes in sizes_of(of, block):
+                yield Case(
+                    kernel, 1, dtype, block=block, num_blocks=num_blocks, calls=1, any_numbers=any_numbers, **sizes
+                )
+
+
 def _odd_size(kernel: str, block: int, num_blocks: int) -> tuple[int, int]:
     if kernel not in OF_ROWS:
         return num_blocks * block + 3, 1
     return 2 * num_blocks + 1, block + (8 if kernel in WHOLE_UNITS else 5)
 
 
-def all_cases(kernel: str, world_size: int, *, block: int = 64, num_blocks: int = 2) -> Iterator[Case]:
+def all_cases(
+    kernel: str, world_size: int, *, block: int = 64, num_blocks: int = 2, compiled: bool = False
+) -> Iterator[Case]:
     """Every size about the edges of blocks and of 16 bytes, in both types, with one leaf a rank and with more."""
+    yield from few_cases(kernel, world_size, block=block, num_blocks=num_blocks, compiled=compiled)
+    if kernel in PRODUCTS:
+        for case in _of_products(kernel, block, num_blocks, compiled):
+            for n, width, k, leaves in (
+                (1, 1, 1, 1),
+                (16, 1, 16, 1),
+                (7, 48, 48, 3),
+                (70, 67, 33, 2),
+                (64, 64, 256, 8),
+            ):
+                yield replace(case, n=n, width=width, k=k, leaves=leaves)
+        return
     edge = block * num_blocks
     shapes = (
         [(n, 1) for n in (1, 7, 8, 16, block - 1, block, block + 1, edge, edge + 8, 2 * edge + 3)]
@@ -79,4 +110,3 @@ def all_cases(kernel: str, world_size: int, *, block: int = 64, num_blocks: int 
         for dtype in DTYPES:
             for leaves in (0, 1, 2 * world_size + 1) if kernel in SUMS else (0,):
                 yield Case(kernel, world_size, dtype, n, width, leaves, block, num_blocks)
-    yield from few_cases(kernel, world_size, block=block, num_blocks=num_blocks)

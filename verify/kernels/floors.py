@@ -74,7 +74,8 @@ def _run(kernels: Sequence[str], peers: Sequence[int], launcher: str, environmen
     found = {}
     with Peers(max(peers), launcher, environment) as processes:
         for kernel in kernels:
-            cases = [case for world_size in peers for case in few_cases(kernel, world_size)]
+            compiled = launcher != INTERPRETED
+            cases = {case: None for size in peers for case in few_cases(kernel, size, compiled=compiled)}
             try:
                 wrong = [
                     str(case)

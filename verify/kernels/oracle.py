@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.base.reduction import cut, maximal_nodes, merges_of
+from ...core.base.reduction import Node, cut, maximal_nodes, merges_of
+from .roundings import fused
+
+
+def generator_of(seed: tuple[int, ...]) -> torch.Generator:
+    """What makes the numbers of a seed, on every rank the same."""
+    state = 0
+    for part in seed:
+        state = state * 1_000_003 + part + 1
+    return torch.Generator().manual_seed(state % (1 << 62))
 
 
 def numbers(seed: tuple[int, ...], n: int, dtype: torch.dtype) -> Tensor:
     """`n` numbers of very different size, so that a sum in another order has other bits."""
-    state = 0
-    for part in seed:
-        state = state * 1_000_003 + part + 1
-    generator = torch.Generator().manual_seed(state % (1 << 62))
+    generator = generator_of(seed)
     scale = torch.exp2(torch.randint(-8, 8, (n,), generator=generator).float())
     return (torch.randn(n, generator=generator) * scale).to(dtype)
 
@@ -26,6 +35,27 @@ def canonical(leaves: list[Tensor]) -> Tensor:
     while 2 * left < len(leaves):
         left *= 2
     return canonical(leaves[:left]) + canonical(leaves[left:])
+
+
+def tree_products(left_MK: Tensor, right_KN: Tensor, leaf: int, nodes: Sequence[Node], *, in_sequence: bool) -> Tensor:
+    """The canonical sums of `left @ right` over the leaves of each node, fp32 [nodes, m, n]. A leaf of `leaf` k is the
+    exact sum rounded once, or `in_sequence` rounded after each product that is added."""
+    product = _in_sequence if in_sequence else _in_double
+    bounds = [(leaf * number, leaf * (number + 1)) for number in range(nodes[-1][1])]
+    leaves = [product(left_MK[:, first:last], right_KN[first:last]) for first, last in bounds]
+    return torch.stack([canonical(leaves[lo:hi]) for lo, hi in nodes])
+
+
+def _in_double(left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    return (left_MK.double() @ right_KN.double()).float() + 0.0  # no -0, since sums begin with 0
+
+
+def _in_sequence(left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    left, right = left_MK.float().numpy(), right_KN.float().numpy()
+    total = np.zeros((len(left), right.shape[1]), np.float32)
+    for k in range(len(right)):
+        total = fused(*np.broadcast_arrays(left[:, k, None], right[None, k]), total)
+    return torch.from_numpy(total)
 
 
 class Sum:

@@ -14,6 +14,7 @@ from ...backend.kernels import catalog
 from ...backend.kernels.variable import unit_of
 from .oracle import Sum, beyond, canonical, different_bits, numbers, rms_norm
 from .processes import Peer
+from .products_story import exact_product
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
@@ -26,7 +27,8 @@ class Case:
     """`calls` calls of a kernel on elements of `dtype` by `num_blocks` blocks of `block`.
 
     `n` elements a rank, or rows (tokens) of `width` elements. Sums are over `leaves`, cut among the ranks; 0 says one a
-    rank. `slow_rank` comes later than the others.
+    rank. `slow_rank` comes later than the others. Of products, `n` rows and `width` columns of sums over `k`, which are
+    `any_numbers` or such as every order inside a leaf adds to the same bits.
     """
 
     kernel: str
@@ -39,9 +41,12 @@ class Case:
     num_blocks: int = 2
     calls: int = 2
     slow_rank: int | None = None
+    k: int = 0
+    any_numbers: bool = False
 
     def __str__(self) -> str:
-        size = f"{self.n}" if self.width == 1 else f"{self.n}x{self.width}"
+        size = f"{self.n}" if self.width == 1 and not self.k else f"{self.n}x{self.width}"
+        size += (f"x{self.k}" if self.k else "") + ("-any" if self.any_numbers else "")
         leaves = f"-{self.leaves}leaves" if self.leaves else ""
         slow = "" if self.slow_rank is None else f"-slow{self.slow_rank}"
         blocks = f"{self.num_blocks}x{self.block}"
@@ -253,4 +258,5 @@ STORIES: dict[str, Story] = {
     "reduce_scatter_multicast": reduce_scatter_multicast,
     "exact_all_reduce_multicast": exact_all_reduce_multicast,
     "add_norm_gather_multicast": add_norm_gather,
+    "exact_product": exact_product,
 }
