@@ -37,6 +37,7 @@ KERNELS = (
         ("interpreted", "PTX executed", "assembled"),
         not_on={"model-checked": "It meets no peer"},
         num_warps=8,
+        num_stages=4,
         exact=True,
     ),
 )

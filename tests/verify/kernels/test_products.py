@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -54,11 +55,9 @@ def test_another_order_has_other_bits(peers: Peers, case: Any, how: str) -> None
 
 def test_cases_of_a_launch_have_its_tiles_and_more_than_one_of_them() -> None:
     assert tiles_of(AS_LAUNCHED) is TILES and tiles_of(64) is SMALL_TILES
-    for dtype, tile in SMALL_TILES.items():
-        for block in (64, AS_LAUNCHED):
-            tile = tiles_of(block)[dtype]
-            for sizes in sizes_of(dtype, block):
-                assert sizes["n"] > tile.m and sizes["width"] > tile.n and sizes["k"] > 2 * tile.k
+    for dtype, block in itertools.product(SMALL_TILES, (64, AS_LAUNCHED)):
+        for tile, sizes in itertools.product(tiles_of(block)[dtype], sizes_of(dtype, block)):
+            assert sizes["n"] > tile.m and sizes["width"] > tile.n and sizes["k"] > 2 * tile.k
 
 
 def test_leaves_in_sequence_are_rounded_after_each_term() -> None:
