@@ -30,7 +30,8 @@ class Kernel:
 
     `num_warps` and `num_stages` are those of a launch. An exact kernel is compiled without contraction of a product and
     a sum into one operation, which would round once where the canonical sum rounds twice. GPUs older than
-    `least_architecture` (compute capability times ten) have not what it needs.
+    `least_architecture` (compute capability times ten) have not what it needs. The floor "PTX executed" carries out the
+    code for `executed_architecture`; `executed_because` says why it is another than that of an H100.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Kernel:
     num_stages: int = 3
     exact: bool = False
     least_architecture: int = 80
+    executed_architecture: int = 90
+    executed_because: str = ""
 
     @property
     def meets(self) -> bool:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from .ptx_instructions import dtype_of, width_of
 from .ptx_memory import Memory, Multicast, Shared, Users
 from .ptx_parser import Line, Program
-from .ptx_races import Races
+from .ptx_races import WARP, Races
 
 Array = np.ndarray
 Active = Array | None
-WARP = 32
 PATTERN = 0xA5A5A5A5A5A5A5A5
 """What is in a register that nobody has written: nobody may rely on zeros."""
 
@@ -29,6 +28,33 @@ class UnknownInstruction(NotImplementedError):
 
     def __init__(self, line: Line, why: str = "an instruction that is not modelled"):
         super().__init__(f"{line.text}: {why}.")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Words for the targets of `threads`, [words, threads]; `group` is the number of each thread's group."""
+
+    threads: Array
+    targets: Array
+    words: Array
+    group: Array
+
+    def those(self, which: Array) -> Copy:
+        """The copies of some of the threads."""
+        return Copy(self.threads[which], self.targets[which], self.words[:, which], self.group[which])
+
+
+@dataclass
+class Copies:
+    """Of the threads of a block: how many groups of copies each has closed, and the copies that no thread has waited
+    for."""
+
+    num_threads: int
+    pending: list[Copy] = field(default_factory=list)
+    closed: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.closed = np.zeros(self.num_threads, np.int64)
 
 
 @dataclass(frozen=True)
@@ -53,6 +79,7 @@ class Block:
         self.shared = Memory([Shared(launch.shared_bytes)])
         self.num_threads = launch.num_threads
         self.races = Races(launch.num_threads)
+        self.copies = Copies(launch.num_threads)
         threads = np.arange(launch.num_threads, dtype=np.uint32)
         self.registers: dict[str, Array] = {
             "%tid.x": threads,

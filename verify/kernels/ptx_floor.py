@@ -15,11 +15,9 @@ from .ptx_block import LaunchContext
 from .ptx_machine import executable
 from .ptx_memory import Memory, Multicast, Region
 
-ARCHITECTURE = 90
 
-
-def launcher(ground: Ground, architecture: int = ARCHITECTURE) -> Launcher:
-    """Runs kernels as PTX for that architecture, one block after the other."""
+def launcher(ground: Ground, architecture: int | None = None) -> Launcher:
+    """Runs kernels as PTX for that architecture, or each for the one it names, one block after the other."""
 
     def launch(
         kernel: Kernel,
@@ -28,7 +26,7 @@ def launcher(ground: Ground, architecture: int = ARCHITECTURE) -> Launcher:
         constants: Mapping[str, Any],
         reached: Sequence[Tensor] = (),
     ) -> None:
-        code = code_of_launch(kernel, arguments, constants, architecture)
+        code = code_of_launch(kernel, arguments, constants, architecture or kernel.executed_architecture)
         ready = executable(code.ptx)
         types = ready.program.parameters
         values = [_bits(arguments[name], types[index]) for index, name in enumerate(code.parameters)]
@@ -74,4 +72,12 @@ def _regions(ground: Ground) -> Sequence[Region]:
 
 
 def _of_tensors(tensors: Mapping[str, Tensor]) -> Sequence[Region]:
-    return [Region(name, each.data_ptr(), each.nbytes) for name, each in tensors.items()]
+    return [Region(name, each.data_ptr(), _extent(each)) for name, each in tensors.items()]
+
+
+def _extent(tensor: Tensor) -> int:
+    """The bytes from the first element of a tensor to its last one, and those between that are of no element."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

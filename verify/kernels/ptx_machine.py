@@ -22,12 +22,15 @@ from .ptx_block import (
     expect,
     source,
     target,
+    warps_of,
 )
+from .ptx_copies import copy
 from .ptx_instructions import calculation, why_unknown
 from .ptx_memory import MemoryFault
 from .ptx_multicast import multicast
 from .ptx_parser import Line, Program, parsed, registers
 from .ptx_races import BlockRace
+from .ptx_tensor_cores import tensor_core
 from .ptx_transfers import transfer
 
 
@@ -81,10 +84,17 @@ def _instruction(program: Program, line: Line) -> Instruction:
         return Instruction(line, "branch", goes_to=program.labels[line.operands[0]])
     if line.opcode in ("bar.sync", "barrier.sync") and line.operands == ("0",):
         return Instruction(line, "barrier")
-    step = transfer(program, line) or multicast(program, line) or _calculation(program, line)
-    if step is None:
-        raise UnknownInstruction(line, why_unknown(line.opcode))
-    return Instruction(line, "step", step)
+    if line.opcode == "bar.warp.sync" and line.operands == ("-1",):
+        return Instruction(line, "step", lambda block, active: _warps_meet(line, block, active))
+    for make in (transfer, copy, tensor_core, multicast, _calculation):
+        if step := make(program, line):
+            return Instruction(line, "step", step)
+    raise UnknownInstruction(line, why_unknown(line.opcode))
+
+
+def _warps_meet(line: Line, block: Block, active: Active) -> None:
+    """In step threads of a warp have met; what they wrote is seen by the others of it from here on."""
+    block.races.warp_barrier(warps_of(line, block, active))
 
 
 def _calculation(program: Program, line: Line) -> Step | None:
