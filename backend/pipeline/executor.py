@@ -414,7 +414,8 @@ class Executor:
         hidden_BSH, output = current.saved.pop((stage, microbatch))
         work = self.stages[stage].weight_work
         with work.defer(microbatch) if action.kind is Kind.I else nullcontext():
-            torch.autograd.backward(output, torch.ones_like(output) if isinstance(output, Tensor) else gradient_BSH)
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(output, torch.ones_like(output) if isinstance(output, Tensor) else gradient_BSH)
         if action.kind is Kind.B:
             self._finish_gradients(action, current)
         if hidden_BSH is not None:
