@@ -37,6 +37,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
 found = importlib.util.spec_from_file_location("shardproof_pretended_stubs", os.environ["SHARDPROOF_PRETENDED_STUBS"])
 stubs = importlib.util.module_from_spec(found)
+sys.modules["shardproof_pretended_stubs"] = stubs
 found.loader.exec_module(stubs)
 stubs.library = ctypes.CDLL(os.environ["SHARDPROOF_PRETENDED_CUDA"], mode=ctypes.RTLD_GLOBAL)
 sys.meta_path.insert(0, AfterTorch())

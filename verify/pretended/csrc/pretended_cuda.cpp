@@ -23,6 +23,7 @@ namespace {
 
 constexpr int MOST_DEVICES = 16;
 thread_local int own_device = 0;
+thread_local std::string label;
 thread_local int64_t current_streams[MOST_DEVICES] = {};
 std::atomic<int64_t> num_streams{1}, num_memories{1}, num_events{1}, num_threads{1};
 thread_local const int64_t thread = num_threads++;
@@ -31,7 +32,7 @@ std::FILE* file = nullptr;  // the log, where SHARDPROOF_PRETENDED_LOG names a f
 
 int64_t here() { return current_streams[own_device]; }
 
-// One line: what, thread, stream, name, memory that is read, memory that is written.
+// One line: what, thread, stream, name, memory that is read, memory that is written, what the thread works on.
 void write(const char* kind, int64_t stream, const std::string& name, const std::string& reads = "", const std::string& writes = "") {
   static const char* folder = std::getenv("SHARDPROOF_PRETENDED_LOG");
   if (!folder) return;
@@ -41,7 +42,7 @@ void write(const char* kind, int64_t stream, const std::string& name, const std:
     owner = getpid();
     file = std::fopen((std::string(folder) + "/" + std::to_string(owner) + ".log").c_str(), "w");
   }
-  if (file) std::fprintf(file, "%s\t%ld\t%ld\t%s\t%s\t%s\n", kind, (long)thread, (long)stream, name.c_str(), reads.c_str(), writes.c_str());
+  if (file) std::fprintf(file, "%s\t%ld\t%ld\t%s\t%s\t%s\t%s\n", kind, (long)thread, (long)stream, name.c_str(), reads.c_str(), writes.c_str(), label.c_str());
 }
 
 c10::DeviceIndex num_devices() {
@@ -340,6 +341,7 @@ int64_t pretended_memory(const void* data) {
   return found == memories.end() ? 0 : found->second;
 }
 void pretended_write(const char* kind, int64_t stream, const char* name, const char* reads, const char* writes) { write(kind, stream, name, reads, writes); }
+void pretended_label(const char* text) { label = text; }
 void pretended_flush() {
   std::lock_guard<std::mutex> held(mutex);
   if (file) std::fflush(file);
