@@ -146,7 +146,7 @@ class TrainingRank:
         self._not_finite: dict[int, NotFinite] = {}
         # Reduces whole buckets during the last backward; None where that is done after every microbatch, or not at all.
         self._early = (
-            EarlyReduction({stage: module.gradients for stage, module in self.stages.items()})
+            EarlyReduction({stage: module.gradients for stage, module in self.stages.items()}, transport.device)
             if overlaps and not each
             else None
         )

@@ -224,6 +224,8 @@ class ProcessGroupChannel(Channel):
             # so that an empty message is a rendezvous too
             data = torch.empty(1, dtype=torch.uint8, device=self._device)
         with _named(f"{self}: send"), self._own_stream():
+            if self._stream is not None:
+                data.record_stream(self._stream)
             work = self._process_group.send([data], 1, 0)
 
         def send() -> None:
@@ -247,14 +249,15 @@ class ProcessGroupChannel(Channel):
         return receive
 
     def _end_message(self, work: Any, data: Tensor, call: str) -> None:
-        """Waits for a message, whose `data` the library reads or writes until then."""
+        """Waits for a message, whose `data` the library reads or writes until then: on a GPU the current stream does, so
+        that who is given what was received, or may use again what was sent, comes after it."""
         with _named(f"{self}: {call}"):
             if self._stream is None:
                 work.wait()
             else:
                 with torch.cuda.stream(self._stream):
                     work.wait()
-                self._stream.synchronize()
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @contextmanager
     def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:

@@ -186,7 +186,9 @@ def _place(plan: AnyPlan, transport: TransportName | None, device: Device | None
             raise PlanError("NCCL moves tensors of GPUs. Leave out --device cpu, or use another --transport.")
         return transport or proof_transport(plan), "cpu"
     if transport not in (None, "memory"):
-        raise PlanError(f"--transport {transport} moves tensors of the processor. With --device cuda use memory or nccl.")
+        raise PlanError(
+            f"--transport {transport} moves tensors of the processor. With --device cuda use memory or nccl."
+        )
     return "memory", "cuda"
 
 

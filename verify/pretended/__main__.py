@@ -1,6 +1,6 @@
 """A step of a plan on pretended CUDA: its bits against one device, and races between streams.
 
-    python -m shardproof.verify.pretended PLAN [--set section.key=value] [--json]
+python -m shardproof.verify.pretended PLAN [--set section.key=value] [--json]
 """
 
 from __future__ import annotations

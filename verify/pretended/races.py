@@ -3,8 +3,8 @@
 A stream does its work in the order in which it was given. Between streams order comes from events, from waits of one
 stream for another, and from the host where a thread waits for a stream and then gives work to another; one thread knows
 nothing of what others have waited for. The caching allocator gives memory that is let go of to the next that asks on
-the stream it was allocated on: work of other streams must be over for that stream by then, or `record_stream` says that
-they use it (torch, "CUDA semantics", "Memory management").
+the stream it was allocated on, when that one and those that `record_stream` has named have done what they were given by
+then: other streams' work must be over for one of them (torch, "CUDA semantics", "Memory management").
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ class _Streams:
         """Whether a stream, or the host in its name, knows that a use is over."""
         return use.entry.stream == stream or self.streams[stream].get(use.entry.stream, 0) >= use.number
 
+    def waited_for_by_all(self, streams: Iterable[int], thread: int) -> Clock:
+        """What is over when all these streams have done what they were given, as a thread knows it."""
+        clock = dict(self.threads[thread])
+        for stream in streams:
+            _join(clock, self.streams[stream])
+        return clock
+
     def orders(self, entry: Entry) -> None:
         """Events, waits, threads."""
         if entry.kind == "record":
@@ -127,10 +134,9 @@ def races(entries: Iterable[Entry]) -> list[Race]:
                 known.recorded.add(entry.stream)
         elif entry.kind == "free":
             if (known := memories.pop(int(entry.name), None)) is not None:
-                clock = streams.streams[known.stream]
-                _join(clock, streams.threads[entry.thread])
+                clock = streams.waited_for_by_all([known.stream, *known.recorded], entry.thread)
                 for use in known.uses:
-                    if use.entry.stream not in known.recorded and not streams.is_over(use, known.stream):
+                    if clock.get(use.entry.stream, 0) < use.number:
                         race("freed-in-use", int(entry.name), use, None)
         else:
             streams.orders(entry)

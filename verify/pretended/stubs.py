@@ -1,6 +1,6 @@
 """What Python sees of CUDA where it is pretended: `torch.cuda`'s streams, events and devices, and `ProcessGroupNCCL`.
 
-This file is loaded by its path in every process (`environment`), before the package can be, so it imports nothing of it.
+This file is loaded by its path in every process (`environment`), before the package can be: it imports nothing of it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,13 @@ def install(torch: Any) -> None:
     class Event(torch.Event):  # type: ignore[misc, name-defined]
         def __new__(cls, enable_timing: bool = False, **others: Any) -> Any:
             return super().__new__(cls, device="cuda", enable_timing=enable_timing)
+
+        def record(self, stream: Any = None) -> None:
+            super().record(stream or torch.accelerator.current_stream())
+            self._time_s = time.perf_counter()  # the work is done when it is given
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1e3 * float(other._time_s - self._time_s)
 
     @contextlib.contextmanager
     def stream(which: Any) -> Iterator[None]:
@@ -86,8 +94,8 @@ class Work:
 
 
 class ProcessGroupNCCL:
-    """As torch's: calls are queued in a stream of the communicator, after what the current stream has. The bytes go over
-    gloo meanwhile."""
+    """As torch's: calls are queued in a stream of the communicator, after what the current stream has. The bytes go
+    over gloo meanwhile."""
 
     class Options:
         """As torch's, of which the time limit is looked at."""
@@ -118,7 +126,9 @@ class ProcessGroupNCCL:
 
     def alltoall_base(self, out: Any, given: Any, out_counts: Sequence[int], counts: Sequence[int]) -> Work:
         """As torch's."""
-        return self._call("all_to_all", [given], [out], lambda a, b: self._gloo.alltoall_base(b[0], a[0], out_counts, counts))
+        return self._call(
+            "all_to_all", [given], [out], lambda a, b: self._gloo.alltoall_base(b[0], a[0], out_counts, counts)
+        )
 
     def _allgather_base(self, out: Any, given: Any) -> Work:
         return self._call("all_gather", [given], [out], lambda a, b: self._gloo._allgather_base(b[0], a[0]))
