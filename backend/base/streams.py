@@ -7,6 +7,8 @@ the news that weights are there, carries the moment from which on it holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -32,3 +34,11 @@ def take_over(tensor: Tensor, moment: Moment) -> Tensor:
         wait_for(moment, tensor.device)
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
+
+
+def used_here(tensors: Iterable[Tensor]) -> None:
+    """The current stream uses tensors that others have made and that it already comes after: their memory is not given
+    to others before it has."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
