@@ -29,9 +29,10 @@ from .expert_rows import ExactExpertNumerics
 from .heads import OwnedHeads, OwnedPart
 from .observed import observed
 from .open_sums import OpenKind, OpenSums
+from .outer_sums import OuterSums, outer_sum
 from .owned_leaves import OwnedLeaves
 from .summands import Summands, merged, open_over, part_over, sum_over
-from .tiles import contract_tiles, multiply_into, outer_tiles, project_tiles
+from .tiles import contract_tiles, multiply_blocks, project_tiles
 from .tokens import OwnedTokens
 from .tree import add_in_place, block_sums, fold, node_sums, token_sums, tree_fold
 
@@ -87,22 +88,22 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         """One product per block of `reduction_token_block` tokens, between which sequence parallelism cuts."""
         samples, sequence, features = x_BSK.shape
         x, matrix_KN = x_BSK.reshape(samples * sequence, features).float(), matrix_KN.float()
-        y = x.new_empty(samples * sequence, matrix_KN.shape[1])
-        for first, last in self._token_blocks(samples, sequence, self.reduction_block):
-            multiply_into(y[first:last], x[first:last], matrix_KN)
+        y = multiply_blocks(x, matrix_KN, list(self._token_blocks(samples, sequence, self.reduction_block)))
         return y.view(samples, sequence, -1).to(x_BSK.dtype)
 
     @observed
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
         """Per sample: one product per (token block, leaf), the tree over token blocks."""
         blocks = list(self._token_blocks(1, x_BSC.shape[1]))
+        if self.cp == 1:
+            return OuterSums(x_BSC.float(), y_BSF.float(), leaves.bounds, blocks)
         chunks = Chunks(len(blocks) * self.cp, self.cp, self.cp_rank)
         own = [(chunks.local(lo), chunks.local(lo) + hi - lo) for lo, hi in chunks.nodes()]
         return self._over_sequence(
             "blocks",
             chunks,
             [
-                [outer_tiles(x_SC, y_SF, leaves.bounds, blocks[first:last], (0, last - first)) for first, last in own]
+                [outer_sum(x_SC, y_SF, leaves.bounds, blocks[first:last]) for first, last in own]
                 for x_SC, y_SF in zip(x_BSC.float(), y_BSF.float(), strict=True)
             ],
         )
@@ -251,9 +252,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         return exact_sum(tensors, squares=True, device=self.device)
 
     def _over_sequence(self, kind: OpenKind, chunks: Chunks, samples: list[list[Tensor]]) -> Contribution:
-        """Sums over all leaves of each sample, or what this rank has of them: a value for each of its nodes."""
-        if self.cp == 1:
-            return [root for (root,) in samples]
+        """What this rank has of the sums over all leaves of each sample: a value for each of its nodes."""
         members = tuple(Chunks(chunks.num_items, self.cp, member).nodes() for member in range(self.cp))
         return OpenSums(kind, chunks.num_items, members, samples)
 

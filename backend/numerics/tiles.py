@@ -5,33 +5,47 @@ The bits of a library product change with the shape of its operands, so a tile's
 the CPU they do not change with addresses and strides, once torch was started with the switch of MKL (`probe` measures
 both with a plan's shapes), so tiles are read from and written to the tensors that hold them. Sums over tiles are
 elementwise additions in the order of the canonical tree, into buffers that are used again; tiles of a result that is
-cut further, into 512 x 512, were slower (docs/log.md).
+cut further, into 512 x 512, were slower (docs/log.md). Several tiles are one product, and a product is added to a sum
+as it is made, where that was measured to give the same bits (`same_bits`).
 
 Shape suffixes: N rows, which are tokens of several samples; C this rank's part of a cut feature dimension; F a whole
-one. `features` are the feature leaves and `blocks` the token blocks, intervals `[lo, hi)` of C and N; all tensors are
-fp32, their rows runs of memory.
+one. `features` are the feature leaves and `blocks` the token blocks, intervals `[lo, hi)` of C and N that follow on one
+another; all tensors are fp32, their rows runs of memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ...core.base.reduction import Node, split
+from .same_bits import adds, joins, multiply_into
 
 Interval = tuple[int, int]
 
+ROWS_AT_ONCE = 512
+"""Tokens of one product at most: with them a library packs a weight matrix seldom enough."""
+
+Tree = int | tuple["Tree", "Tree"]
+"""The order of a sum: the number of a product, or two sums that are added, left plus right."""
+
 
 def project_tiles(x_NF: Tensor, weight_CF: Tensor, features: Sequence[Interval], blocks: Sequence[Interval]) -> Tensor:
-    """x W^T, [n, c]: one product per (leaf, block)."""
+    """x W^T, [n, c]: one product per (leaf, block), or of several where bits are the same."""
     y_NC = x_NF.new_empty(len(x_NF), len(weight_CF))
-    rows = [x_NF[first:last] for first, last in blocks]
-    for lo, hi in features:
-        weight_t, column = weight_CF[lo:hi].t(), y_NC[:, lo:hi]
-        for row, (first, last) in zip(rows, blocks, strict=True):
-            multiply_into(column[first:last], row, weight_t)
+    if not features or not blocks:
+        return y_NC
+    weight_t = weight_CF.t()
+    for together in groups(blocks, ROWS_AT_ONCE):
+        first, last = together[0][0], together[-1][1]
+        if joins(x_NF[first:last], weight_t, sizes(together), sizes(features)):
+            torch.mm(x_NF[first:last], weight_t, out=y_NC[first:last])
+            continue
+        for lo, hi in features:
+            for start, stop in together:
+                multiply_into(y_NC[start:stop, lo:hi], x_NF[start:stop], weight_t[:, lo:hi])
     return y_NC
 
 
@@ -41,61 +55,88 @@ def contract_tiles(
     """x W, [nodes, n, f]: one product per (block, leaf), added up to the values of tree nodes over these leaves."""
     values = x_NC.new_empty(len(nodes), len(x_NC), weight_CF.shape[1])
     weights = [weight_CF[lo:hi] for lo, hi in features]
-    buffers = scratch(values[0], _longest(blocks), _longest(nodes)) if nodes else []
-    for first, last in blocks:
+    trees = [(tree_over(node), value) for node, value in zip(nodes, values, strict=True)]
+    buffers: list[Tensor] = []
+    for first, last in _joined(x_NC, weights, blocks) if nodes else ():
         parts = [x_NC[first:last, lo:hi] for lo, hi in features]
-        room = [buffer[: last - first] for buffer in buffers]
-        for node, value in zip(nodes, values, strict=True):
-            sum_products_into(value[first:last], node, parts, weights, room)
+        for tree, value in trees:
+            sum_products_into(value[first:last], tree, parts, weights, buffers)
     return values
 
 
-def outer_tiles(
-    x_NC: Tensor, y_NF: Tensor, features: Sequence[Interval], blocks: Sequence[Interval], node: Node
-) -> Tensor:
-    """x^T y over the blocks of a tree node over them, [c, f]: one product per (leaf, block)."""
-    total_CF = y_NF.new_empty(x_NC.shape[1], y_NF.shape[1])
-    columns_t, rows = [x_NC[first:last].t() for first, last in blocks], [y_NF[first:last] for first, last in blocks]
-    buffers = scratch(total_CF, _longest(features), node[1] - node[0])
-    for lo, hi in features:
-        parts = [column_t[lo:hi] for column_t in columns_t]
-        room = [buffer[: hi - lo] for buffer in buffers]
-        sum_products_into(total_CF[lo:hi], node, parts, rows, room)
-    return total_CF
-
-
-def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """One tile, `left @ right`, into `out`. Where strides do change bits, tiles are copied: for
-    one column, and on a GPU.
-
-    `contiguous()` would leave a matrix of one column as it is, whatever the stride of that
-    dimension, which changes bits too.
-    """
-    if out.is_cpu and out.shape[1] > 1:
-        torch.mm(left, right, out=out)
-    else:
-        out.copy_(torch.mm(*(part.clone(memory_format=torch.contiguous_format) for part in (left, right))))
+def multiply_blocks(x_NF: Tensor, matrix_FK: Tensor, blocks: Sequence[Interval]) -> Tensor:
+    """x times a matrix, [n, k]: one product per block."""
+    y_NK = x_NF.new_empty(len(x_NF), matrix_FK.shape[1])
+    for first, last in _joined(x_NF, [matrix_FK], blocks):
+        multiply_into(y_NK[first:last], x_NF[first:last], matrix_FK)
+    return y_NK
 
 
 def sum_products_into(
-    out: Tensor, node: Node, left: Sequence[Tensor], right: Sequence[Tensor], room: Sequence[Tensor]
+    out: Tensor, tree: Tree, left: Sequence[Tensor], right: Sequence[Tensor], buffers: list[Tensor], depth: int = 0
 ) -> None:
-    """The sum of `left[i] @ right[i]` over the leaves i of a tree node into `out`, depth first; `room` is
-    what `scratch` makes."""
-    if node[1] - node[0] == 1:
-        multiply_into(out, left[node[0]], right[node[0]])
+    """The sum of `left[i] @ right[i]` over the products i of a tree into `out`, depth first. `buffers` hold the right
+    half of every level of the tree, which is no product that can be added as it is made; those that are missing or too
+    short are made."""
+    if isinstance(tree, int):
+        multiply_into(out, left[tree], right[tree])
         return
+    sum_products_into(out, tree[0], left, right, buffers, depth)
+    add_products_to(out, tree[1], left, right, buffers, depth)
+
+
+def add_products_to(
+    total: Tensor, tree: Tree, left: Sequence[Tensor], right: Sequence[Tensor], buffers: list[Tensor], depth: int = 0
+) -> None:
+    """Adds the sum of `sum_products_into` to `total`."""
+    if isinstance(tree, int) and adds(left[tree], right[tree]):
+        total.addmm_(left[tree], right[tree])
+        return
+    if depth == len(buffers):
+        buffers.append(total.new_empty(total.shape))
+    elif len(buffers[depth]) < len(total):
+        buffers[depth] = total.new_empty(total.shape)
+    term = buffers[depth][: len(total)]
+    sum_products_into(term, tree, left, right, buffers, depth + 1)
+    total.add_(term)
+
+
+def tree_over(node: Node) -> Tree:
+    """The order of the canonical sum over the products of a node.
+
+    >>> tree_over((3, 6))
+    ((3, 4), 5)
+    """
+    if node[1] - node[0] == 1:
+        return node[0]
     first, second = split(node)
-    sum_products_into(out, first, left, right, room)
-    sum_products_into(room[0], second, left, right, room[1:])
-    out.add_(room[0])
+    return tree_over(first), tree_over(second)
 
 
-def scratch(like: Tensor, num_rows: int, num_leaves: int) -> list[Tensor]:
-    """The buffers [num_rows, ...] that a tree over so many leaves needs besides its result: the right half of
-    every level above a leaf."""
-    return [like.new_empty(num_rows, *like.shape[1:]) for _ in range((num_leaves - 1).bit_length())]
+def groups(intervals: Sequence[Interval], most: int) -> Iterator[list[Interval]]:
+    """Neighbours that together have `most` items at most, or are one."""
+    together: list[Interval] = []
+    for lo, hi in intervals:
+        if together and hi - together[0][0] > most:
+            yield together
+            together = []
+        together.append((lo, hi))
+    if together:
+        yield together
 
 
-def _longest(intervals: Sequence[Interval]) -> int:
-    return max(hi - lo for lo, hi in intervals)
+def sizes(intervals: Sequence[Interval]) -> list[int]:
+    """How long each is."""
+    return [hi - lo for lo, hi in intervals]
+
+
+def _joined(x_NC: Tensor, weights: Sequence[Tensor], blocks: Sequence[Interval]) -> Iterator[Interval]:
+    """The blocks, several as one where their products with all of these matrices then have the same bits."""
+    shapes = {weight.shape: weight for weight in weights}.values()
+    for together in groups(blocks, ROWS_AT_ONCE):
+        whole = together[0][0], together[-1][1]
+        part = x_NC[whole[0] : whole[1]]
+        if all(joins(part[:, : len(each)], each, sizes(together), each.shape[1:]) for each in shapes):
+            yield whole
+        else:
+            yield from together

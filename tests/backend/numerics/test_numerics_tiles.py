@@ -6,10 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardproof.backend.numerics import tiles
 from shardproof.backend.numerics.exact import ExactNumerics
 from shardproof.backend.numerics.fast import FastNumerics
+from shardproof.backend.numerics.outer_sums import outer_sum
 from shardproof.backend.numerics.owned_leaves import OwnedLeaves
-from shardproof.backend.numerics.tiles import contract_tiles, multiply_into, outer_tiles, project_tiles, scratch
+from shardproof.backend.numerics.same_bits import multiply_into
+from shardproof.backend.numerics.tiles import contract_tiles, project_tiles, sum_products_into, tree_over
 from shardproof.backend.numerics.tree import token_sums
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.reduction import maximal_nodes, split
@@ -45,7 +48,7 @@ def test_every_tile_is_a_product_of_its_own_and_tiles_add_up_as_the_tree(
 ) -> None:
     x, weight, y = drawn(rows, whole), drawn(cut, whole, seed=1), drawn(rows, cut, seed=2)
     features, blocks = intervals(cut, leaf), intervals(rows, block)
-    projected, outer = project_tiles(x, weight, features, blocks), outer_tiles(y, x, features, blocks, (0, len(blocks)))
+    projected, outer = project_tiles(x, weight, features, blocks), outer_sum(y, x, features, blocks)
     nodes = maximal_nodes(len(features) + 3, 1, 1 + len(features))  # leaves 1, 2, ... of a sum with three more
     contracted = contract_tiles(y, weight, features, blocks, [(lo - 1, hi - 1) for lo, hi in nodes])
     for first, last in blocks:
@@ -70,9 +73,18 @@ def test_one_column_is_multiplied_apart_because_its_bits_follow_the_strides_of_t
     assert torch.equal(wide[:, 3:4], alone)
 
 
-@pytest.mark.parametrize(("num_leaves", "buffers"), [(1, 0), (2, 1), (3, 2), (8, 3), (12, 4)])
-def test_a_tree_needs_a_buffer_per_level(num_leaves: int, buffers: int) -> None:
-    assert len(scratch(torch.empty(2, 5), 4, num_leaves)) == buffers
+@pytest.mark.parametrize(
+    ("num_leaves", "apart", "as_made"), [(1, 0, 0), (2, 1, 0), (3, 1, 0), (4, 2, 1), (8, 3, 2), (12, 3, 2)]
+)
+def test_a_tree_needs_a_buffer_for_every_level_of_right_halves_that_are_not_added_as_they_are_made(
+    num_leaves: int, apart: int, as_made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for added, count in ((False, apart), (True, as_made)):
+        monkeypatch.setattr(tiles, "adds", lambda left, right, added=added: added)
+        buffers: list[torch.Tensor] = []
+        left, right = [drawn(2, 3)] * num_leaves, [drawn(3, 5)] * num_leaves
+        sum_products_into(torch.empty(2, 5), tree_over((0, num_leaves)), left, right, buffers)
+        assert len(buffers) == count
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -93,7 +105,7 @@ def test_the_error_against_fp64_is_no_larger_than_the_librarys(
         (project_tiles(x, weight, features, blocks), x @ weight.t(), wide_x @ wide_weight.t(), 1.001),
         (contract_tiles(y, weight, features, blocks, [(0, leaves)])[0], y @ weight, wide_y @ wide_weight, 0.85),
         (
-            outer_tiles(y, x, features, blocks, (0, len(blocks))),
+            outer_sum(y, x, features, blocks),
             y.t() @ x,
             wide_y.t() @ wide_x,
             1.001 if rows <= 256 else 0.9,
