@@ -10,7 +10,8 @@ partial sums are sent in fp32, and a result is rounded to the format of its oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from .open_sums import OpenKind, OpenSums
 from .outer_sums import OuterSums, outer_sum
 from .owned_leaves import OwnedLeaves
 from .summands import Summands, merged, open_over, part_over, sum_over
-from .tiles import contract_tiles, multiply_blocks, project_tiles
+from .tiles import Intervals, contract_tiles, multiply_blocks, project_tiles
 from .tokens import OwnedTokens
 from .tree import add_in_place, block_sums, fold, node_sums, token_sums, tree_fold
 
@@ -57,7 +58,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         """One product per (token block, leaf)."""
         samples, sequence, features = x_BSF.shape
-        blocks = list(self._token_blocks(samples, sequence))
+        blocks = token_blocks(samples, sequence, self.gradient_block)
         y = project_tiles(x_BSF.reshape(-1, features).float(), weight_CF.float(), leaves.bounds, blocks)
         return y.view(samples, sequence, -1).to(x_BSF.dtype)
 
@@ -66,8 +67,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         """One product per (token block, leaf), whole leaves as K; a value for each of this rank's nodes of
         the tree over leaves."""
         samples, sequence, features = x_BSC.shape
-        blocks, first = list(self._token_blocks(samples, sequence)), leaves.first_leaf
-        nodes = [(lo - first, hi - first) for lo, hi in leaves.nodes(leaves.tp_rank)]
+        blocks, nodes = token_blocks(samples, sequence, self.gradient_block), leaves.own_nodes
         values = contract_tiles(x_BSC.reshape(-1, features).float(), weight_CF.float(), leaves.bounds, blocks, nodes)
         return values.view(len(nodes), samples, sequence, -1)
 
@@ -88,13 +88,13 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         """One product per block of `reduction_token_block` tokens, between which sequence parallelism cuts."""
         samples, sequence, features = x_BSK.shape
         x, matrix_KN = x_BSK.reshape(samples * sequence, features).float(), matrix_KN.float()
-        y = multiply_blocks(x, matrix_KN, list(self._token_blocks(samples, sequence, self.reduction_block)))
+        y = multiply_blocks(x, matrix_KN, token_blocks(samples, sequence, self.reduction_block))
         return y.view(samples, sequence, -1).to(x_BSK.dtype)
 
     @observed
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
         """Per sample: one product per (token block, leaf), the tree over token blocks."""
-        blocks = list(self._token_blocks(1, x_BSC.shape[1]))
+        blocks = token_blocks(1, x_BSC.shape[1], self.gradient_block)
         if self.cp == 1:
             return OuterSums(x_BSC.float(), y_BSF.float(), leaves.bounds, blocks)
         chunks = Chunks(len(blocks) * self.cp, self.cp, self.cp_rank)
@@ -256,14 +256,15 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         members = tuple(Chunks(chunks.num_items, self.cp, member).nodes() for member in range(self.cp))
         return OpenSums(kind, chunks.num_items, members, samples)
 
-    def _token_blocks(self, samples: int, sequence: int, block: int = 0) -> Iterator[tuple[int, int]]:
-        """Token blocks (of weight gradients unless given) inside each sample, as rows of the flat [b*s, ...] tensor; a
-        sample's last block may be shorter."""
-        block = block or self.gradient_block
-        for sample in range(samples):
-            for first in range(0, sequence, block):
-                last = min(first + block, sequence)
-                yield sample * sequence + first, sample * sequence + last
+
+@lru_cache(maxsize=1024)
+def token_blocks(samples: int, sequence: int, block: int) -> Intervals:
+    """Token blocks inside each sample, as rows of the flat [b*s, ...] tensor; a sample's last block may be shorter."""
+    return tuple(
+        (sample * sequence + first, sample * sequence + min(first + block, sequence))
+        for sample in range(samples)
+        for first in range(0, sequence, block)
+    )
 
 
 def _over_samples(

@@ -12,8 +12,8 @@ Numbers are drawn until `LEAST_ELEMENTS` were compared: another order of a sum c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,35 +34,37 @@ def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
         out.copy_(torch.mm(*(part.clone(memory_format=torch.contiguous_format) for part in (left, right))))
 
 
-def joins(left: Tensor, right: Tensor, rows: Sequence[int], columns: Sequence[int]) -> bool:
-    """Whether `left @ right` has in each of its tiles, of so many rows and columns, the bits of the tile's own
-    product."""
-    if not left.is_cpu:
-        return False
-    if len(rows) == len(columns) == 1:
-        return columns[0] > 1
-    return _joins(_turned(left), _turned(right), tuple(rows), left.shape[1], tuple(columns), torch.get_num_threads())
+class Operands(NamedTuple):
+    """What the bits of a product depend on besides its shape: where the columns of a matrix, and not its rows, are runs
+    of memory, the library's threads, and whether the CPU multiplies."""
 
+    left_turned: bool
+    right_turned: bool
+    threads: int
+    is_cpu: bool
 
-def adds(left: Tensor, right: Tensor) -> bool:
-    """Whether a product added to a sum while it is made (`addmm_`) gives the bits of the product added afterwards."""
-    if not left.is_cpu or right.shape[1] == 1:
-        return False
-    return _adds(_turned(left), _turned(right), len(left), left.shape[1], right.shape[1], torch.get_num_threads())
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor) -> Operands:
+        """Those of `left @ right`."""
+        return cls(left.stride(1) != 1, right.stride(1) != 1, torch.get_num_threads(), left.is_cpu)
 
+    def joins(self, rows: tuple[int, ...], inner: int, columns: tuple[int, ...]) -> bool:
+        """Whether one product of length `inner` has in each of its tiles, of so many rows and columns, the bits of the
+        tile's own product."""
+        return len(rows) == len(columns) == 1 or (self.is_cpu and _joins(self, rows, inner, columns))
 
-def _turned(matrix: Tensor) -> bool:
-    """Whether the columns of a matrix are runs of memory, and not its rows."""
-    return matrix.stride(1) != 1
+    def adds(self, rows: int, inner: int, columns: int) -> bool:
+        """Whether a product that is added to a sum while it is made (`addmm_`) gives the bits of one that is added
+        afterwards."""
+        return self.is_cpu and columns > 1 and _adds(self, rows, inner, columns)
 
 
 @lru_cache(maxsize=4096)
-def _joins(
-    left_turned: bool, right_turned: bool, rows: tuple[int, ...], inner: int, columns: tuple[int, ...], threads: int
-) -> bool:
+def _joins(operands: Operands, rows: tuple[int, ...], inner: int, columns: tuple[int, ...]) -> bool:
     for seed in range(_draws(sum(rows) * sum(columns))):
-        left, right = _drawn(seed, sum(rows), inner, left_turned), _drawn(~seed, inner, sum(columns), right_turned)
-        whole = left @ right
+        left, right = _operands(operands, seed, sum(rows), inner, sum(columns))
+        whole = torch.empty(sum(rows), sum(columns))
+        multiply_into(whole, left, right)
         for lefts, wholes in zip(left.split(rows), whole.split(rows), strict=True):
             for part, of_whole in zip(right.split(columns, 1), wholes.split(columns, 1), strict=True):
                 tile = torch.empty_like(of_whole)
@@ -73,10 +75,10 @@ def _joins(
 
 
 @lru_cache(maxsize=4096)
-def _adds(left_turned: bool, right_turned: bool, rows: int, inner: int, columns: int, threads: int) -> bool:
+def _adds(operands: Operands, rows: int, inner: int, columns: int) -> bool:
     for seed in range(_draws(rows * columns)):
-        left, right = _drawn(seed, rows, inner, left_turned), _drawn(~seed, inner, columns, right_turned)
-        total, product = _drawn(seed + 1, rows, columns, False), torch.empty(rows, columns)
+        left, right = _operands(operands, seed, rows, inner, columns)
+        total, product = _drawn(seed, rows, columns, turned=False), torch.empty(rows, columns)
         multiply_into(product, left, right)
         if not torch.equal(total + product, total.clone().addmm_(left, right)):
             return False
@@ -87,8 +89,13 @@ def _draws(num_elements: int) -> int:
     return math.ceil(LEAST_ELEMENTS / num_elements) if num_elements else 0
 
 
-def _drawn(seed: int, rows: int, columns: int, turned: bool) -> Tensor:
+def _operands(operands: Operands, seed: int, rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor]:
+    left = _drawn(2 * seed + 1, rows, inner, turned=operands.left_turned)
+    return left, _drawn(2 * seed + 2, inner, columns, turned=operands.right_turned)
+
+
+def _drawn(seed: int, rows: int, columns: int, *, turned: bool) -> Tensor:
     """Random numbers, [rows, columns], stored column by column if `turned`."""
-    generator = torch.Generator().manual_seed(seed % 2**32)
-    numbers = torch.empty((columns, rows) if turned else (rows, columns)).uniform_(-1, 1, generator=generator)
+    shape, generator = (columns, rows) if turned else (rows, columns), torch.Generator().manual_seed(seed)
+    numbers = torch.empty(shape).uniform_(-1, 1, generator=generator)
     return numbers.t() if turned else numbers

@@ -58,6 +58,7 @@ FOR_EACH_PROCESSOR static int take_parts(const float *numbers, int squares, cons
     Words left = {0};
     for (int i = 0; i < CHUNK; i += WIDE) {
         Floats narrow;
+        __builtin_prefetch(numbers + i + CHUNK);
         memcpy(&narrow, numbers + i, sizeof narrow);
         Doubles rest = __builtin_convertvector(narrow, Doubles);
         if (squares) rest *= rest; /* of 24 bits each: exact */

@@ -10,7 +10,7 @@ from shardproof.backend.gradients.gradients import _added
 from shardproof.backend.numerics import outer_sums, same_bits, tiles
 from shardproof.backend.numerics.exact_gradients import ExactAccumulator
 from shardproof.backend.numerics.outer_sums import BYTES_AT_ONCE, OuterSums
-from shardproof.backend.numerics.same_bits import multiply_into
+from shardproof.backend.numerics.same_bits import Operands, multiply_into
 from shardproof.backend.ranks.live_memory import LiveMeter
 from shardproof.core.base.reduction import split
 
@@ -21,8 +21,8 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def intervals(length: int, size: int) -> list[tuple[int, int]]:
-    return [(lo, min(lo + size, length)) for lo in range(0, length, size)]
+def intervals(length: int, size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((lo, min(lo + size, length)) for lo in range(0, length, size))
 
 
 def tree_sum(terms: list[torch.Tensor], node: tuple[int, int]) -> torch.Tensor:
@@ -69,9 +69,9 @@ def test_larger_products_are_used_where_they_have_the_same_bits_and_there_alone(
     same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y, shapes = drawn(2, 16, CUT, seed=0), drawn(2, 16, WHOLE, seed=1), []
-    for module in (outer_sums, tiles):
-        monkeypatch.setattr(module, "joins", lambda *given: same, raising=False)
-    monkeypatch.setattr(tiles, "adds", lambda *given: False)
+    monkeypatch.setattr(Operands, "joins", lambda *given: same)
+    monkeypatch.setattr(Operands, "adds", lambda *given: False)
+    outer_sums._way.cache_clear()
 
     def counted(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         shapes.append(tuple(out.shape))
@@ -81,16 +81,17 @@ def test_larger_products_are_used_where_they_have_the_same_bits_and_there_alone(
     accumulator = ExactAccumulator(2)
     accumulator.add(0, OuterSums(x, y, intervals(CUT, 8), intervals(16, 8)))
     assert shapes == ([(CUT, WHOLE)] * 4 if same else [(8, WHOLE)] * 20)
+    outer_sums._way.cache_clear()
 
 
 def test_every_sample_can_be_read_and_two_uses_of_a_parameter_add_up() -> None:
     x, y = drawn(3, 16, CUT, seed=0), drawn(3, 16, WHOLE, seed=1)
-    sums = OuterSums(x, y, [(0, CUT)], [(0, 16)])
+    sums = OuterSums(x, y, ((0, CUT),), ((0, 16),))
     assert len(sums) == 3 and torch.equal(sums[2], x[2].t() @ y[2])
     assert torch.equal(sums[-1], sums[2]) and all(torch.equal(*pair) for pair in zip(sums, sums[:3], strict=True))
     with pytest.raises(IndexError):
         sums[3]
-    twice = _added([sums, OuterSums(y.repeat(1, 1, 2)[..., :CUT], y, [(0, CUT)], [(0, 16)])])
+    twice = _added([sums, OuterSums(y.repeat(1, 1, 2)[..., :CUT], y, ((0, CUT),), ((0, 16),))])
     expected = [a.t() @ b + c.repeat(1, 2)[:, :CUT].t() @ b for a, b, c in zip(x, y, y, strict=True)]
     assert all(torch.equal(*pair) for pair in zip(twice, expected, strict=True))
 
@@ -114,21 +115,24 @@ def test_a_microbatch_that_is_added_holds_no_second_tensor_of_the_weight() -> No
 
 
 def test_another_order_of_a_product_is_seen_and_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile whose last term is added first differs in some bit of 4,096 numbers."""
-    same_bits._joins.cache_clear()
-    same_bits._adds.cache_clear()
-    left, right = drawn(2, 9, seed=0), drawn(9, 2, seed=1)
+    """A tile of one row whose last term is added first differs in some bit of 4,096 numbers."""
+    operands = Operands.of(drawn(2, 9, seed=0), drawn(9, 2, seed=1))
 
     def turned(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        out.copy_(left.flip(1) @ right.flip(0))
+        out.copy_(left.flip(1) @ right.flip(0) if len(left) == 1 else left @ right)
 
     monkeypatch.setattr(same_bits, "multiply_into", turned)
-    assert not same_bits.joins(left, right, [1, 1], [2]) and not same_bits.adds(left, right)
-    same_bits._joins.cache_clear()
-    same_bits._adds.cache_clear()
+    for cached in (same_bits._joins, same_bits._adds):
+        cached.cache_clear()
+    assert not operands.joins((1, 1), 9, (2,)) and not operands.adds(1, 9, 2)
+    for cached in (same_bits._joins, same_bits._adds):
+        cached.cache_clear()
 
 
-def test_one_column_is_never_joined() -> None:
-    """Its bits follow the strides of the result."""
-    left, right = drawn(4, 9, seed=0), drawn(9, 1, seed=1)
-    assert not same_bits.joins(left, right, [4], [1]) and not same_bits.adds(left, right)
+def test_one_column_and_another_device_are_never_joined() -> None:
+    """The bits of one column follow the strides of the result; only the CPU's products were measured."""
+    operands = Operands.of(drawn(4, 9, seed=0), drawn(9, 1, seed=1))
+    assert operands == (False, False, torch.get_num_threads(), True)
+    assert not operands.adds(4, 9, 1)
+    elsewhere = operands._replace(is_cpu=False)
+    assert not elsewhere.adds(4, 9, 3) and not elsewhere.joins((2, 2), 9, (3,)) and elsewhere.joins((2,), 9, (3,))
