@@ -28,6 +28,7 @@ from .exact_gradients import ExactAccumulator, TokenNodes, finished_parts
 from .exact_sum import ExactSum, exact_sum
 from .expert_rows import ExactExpertNumerics
 from .heads import OwnedHeads, OwnedPart
+from .lookup_sums import LookupSums
 from .observed import observed
 from .open_sums import OpenKind, OpenSums
 from .outer_sums import OuterSums, outer_sum
@@ -148,7 +149,10 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
 
     @observed
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
-        """Per sample, rows in the order of their positions."""
+        """Per sample, rows in the order of their positions. On a GPU whole tables, since which rows there are would be
+        waited for."""
+        if self.cp == 1 and ids_BS.is_cpu:
+            return LookupSums(ids_BS, gradient_BSH.float(), num_rows)
         return [
             torch.ops.aten.embedding_dense_backward(gradient_SH, ids_S, num_rows + 1, -1, False)[:num_rows]
             for ids_S, gradient_SH in zip(ids_BS, gradient_BSH.float(), strict=True)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import overload
 
 from torch import Tensor
 
-from ...core.base.reduction import CarryTree, Node, maximal_nodes, sibling, split
+from ...core.base.reduction import Node, split
 from .same_bits import Operands
+from .sample_sums import SampleSums
 from .tiles import Intervals, Step, Tree, follow, groups, scratch, sizes, steps, tree_over
 
-BYTES_AT_ONCE = 1 << 22
-"""Of a sum that all its products are added to before the next rows of it come: so much is held besides it."""
+BYTES_AT_ONCE = 1 << 20
+"""Of a sum that all its products are added to before the next rows of it come: what stays in the second cache."""
 
 
 @dataclass(frozen=True)
-class OuterSums(Sequence[Tensor]):
-    """The sums over tokens of x_C y_F^T for every sample, [c, f] each, not computed yet; item by item they are.
+class OuterSums(SampleSums):
+    """For every sample the sum over tokens of x_C y_F^T, [c, f].
 
     `x_BSC` and `y_BSF` are fp32, `features` the feature leaves, intervals of C, and `blocks` the token blocks that make
     up a sample. A tile is a product over one block of tokens for one leaf; a sample's sum is the canonical tree over
@@ -34,35 +33,13 @@ class OuterSums(Sequence[Tensor]):
     def __len__(self) -> int:
         return len(self.x_BSC)
 
-    @overload
-    def __getitem__(self, sample: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, sample: slice) -> list[Tensor]: ...
-
-    def __getitem__(self, sample: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(sample, slice):
-            return [self[each] for each in range(*sample.indices(len(self)))]
-        if not -len(self) <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}.")
-        return self.total((sample % len(self), sample % len(self) + 1))
-
-    def insert_into(self, batch: CarryTree[Tensor], first_sample: int) -> None:
-        """Adds all samples to the tree over the samples of a global batch, whose next are these."""
-        for lo, hi in maximal_nodes(batch.num_leaves, first_sample, first_sample + len(self)):
-            own, other = (lo - first_sample, hi - first_sample), sibling(batch.num_leaves, (lo, hi))
-            if other is None or other not in batch.nodes:
-                batch.insert((lo, hi), self.total(own))
-                continue
-            total = batch.take(other)  # on the left or on the right: an addition has the same bits both ways
-            self._make(own, total, added=True)
-            batch.insert((min(lo, other[0]), max(hi, other[1])), total)
-
     def total(self, samples: Node) -> Tensor:
-        """The sum over the samples of a node of the tree over them, [c, f]."""
         total_CF = self.y_BSF.new_empty(self.x_BSC.shape[2], self.y_BSF.shape[2])
         self._make(samples, total_CF, added=False)
         return total_CF
+
+    def add_to(self, total: Tensor, samples: Node) -> None:
+        self._make(samples, total, added=True)
 
     def _make(self, samples: Node, total_CF: Tensor, *, added: bool) -> None:
         """Writes the sum over samples to `total_CF` or adds it, some rows after the other."""
