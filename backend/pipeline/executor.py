@@ -113,6 +113,10 @@ class Pass:
     gathered: dict[int, Moment] = field(default_factory=dict)
     times: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
 
+    def forget(self, stage: int) -> None:
+        """The weights of a stage are no longer together."""
+        self.gathered.pop(stage, None)
+
     def watch(self, action: Action | None) -> AbstractContextManager[object]:
         """Where a lane's thread (None), or one of its actions, runs."""
         if self.meter is None:
@@ -319,7 +323,7 @@ class Executor:
             moment = now(current.clock.device)
             current.mail.notify(lambda: current.gathered.update({stage: moment}))
         else:
-            current.mail.notify(lambda: current.gathered.pop(stage, None))
+            current.mail.notify(lambda: current.forget(stage))
             self._weights[stage].free()
 
     def _step(self, action: Action, current: Pass) -> None:
@@ -423,9 +427,11 @@ class Executor:
         stage, microbatch = action.stage, microbatch_of(action)
         hidden_BSH, output = current.saved.pop((stage, microbatch))
         work = self.stages[stage].weight_work
-        with work.defer(microbatch) if action.kind is Kind.I else nullcontext():
-            with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward(output, torch.ones_like(output) if isinstance(output, Tensor) else gradient_BSH)
+        # Autograd has a thread of its own for a GPU: collectives of the backward would not know their action there, and
+        # ranks that are threads would wait for each other in it.
+        in_this_thread = torch.autograd.set_multithreading_enabled(False)
+        with in_this_thread, work.defer(microbatch) if action.kind is Kind.I else nullcontext():
+            torch.autograd.backward(output, torch.ones_like(output) if isinstance(output, Tensor) else gradient_BSH)
         if action.kind is Kind.B:
             self._finish_gradients(action, current)
         if hidden_BSH is not None:

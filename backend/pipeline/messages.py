@@ -56,7 +56,7 @@ class MessageChannel(Protocol):
 
 
 Mark = float | torch.cuda.Event
-"""A time that was taken: of `perf_counter`, or an event of a GPU, which knows its time when the stream has come to it."""
+"""A time that was taken: of `perf_counter`, or an event of a GPU, which has it when the stream has come there."""
 
 
 class Clock:

@@ -251,8 +251,8 @@ class ProcessGroupChannel(Channel):
         return receive
 
     def _end_message(self, work: Any, data: Tensor, call: str) -> None:
-        """Waits for a message, whose `data` the library reads or writes until then: on a GPU the current stream does, so
-        that who is given what was received, or may use again what was sent, comes after it."""
+        """Waits for a message, whose `data` the library reads or writes until then: on a GPU the current stream does,
+        so that whoever is given what was received, or uses again what was sent, comes after it."""
         with _named(f"{self}: {call}"):
             if self._stream is None:
                 work.wait()

@@ -132,12 +132,12 @@ def prove(
     `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as for
     `Trainer`. `transport` is what training takes unless the plan has more ranks than a twin, and no more than run as
     threads: then ranks are threads. `fault` is injected into the sharded run only. `facts` are more for the rules to
-    check. `device` is where all of it is computed: with `cuda` ranks are threads that share a GPU, unless `transport` is
-    nccl and each has one. `scenario` is what ranks do besides training; `references` keep what one device computes for the next plan of
-    the same problem. Plans of more than `most_ranks` are shrunk to a twin; without, as many processes or threads run as
-    one host has time for. Raises `PlanError` for a fault that the run cannot have, and for a block that cannot be
-    trained; `RankFailure` when a rank dies, or when no rank comes further for `train.timeout_s`; `MissingExtraError`
-    without torch."""
+    check. `device` is where all of it is computed: with `cuda` ranks are threads that share a GPU, unless `transport`
+    is nccl and each has one. `scenario` is what ranks do besides training; `references` keep what one device computes
+    for the next plan of the same problem. Plans of more than `most_ranks` are shrunk to a twin; without, as many
+    processes or threads run as one host has time for. Raises `PlanError` for a fault that the run cannot have, and for
+    a block that cannot be trained; `RankFailure` when a rank dies, or when no rank comes further for
+    `train.timeout_s`; `MissingExtraError` without torch."""
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("--dynamic runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.")
     static = prove_static(plan, facts)

@@ -16,20 +16,22 @@ from pathlib import Path
 from ...core.commands.cli import exit_code
 from ...core.plan.plan import Plan
 from .environment import environment
+from .labelled import CHANGE_VARIABLE
 from .log import read_log
 from .races import Race, races
 
 STEPS = 2
 
 
-def examined(text: str, *, steps: int = STEPS) -> tuple[int, dict[int, list[Race]]]:
-    """Of a plan: how many bits differ, and the races of each rank. Runs a process of its own."""
+def examined(text: str, *, steps: int = STEPS, change: str = "") -> tuple[int, dict[int, list[Race]]]:
+    """Of a plan: how many bits differ, and the races of each rank. Runs a process of its own; `change` is made wrong in
+    the ranks (`changes`). Raises `RuntimeError` where the run fails."""
     with tempfile.TemporaryDirectory() as folder:
         plan = Plan.from_toml(text)
         command = [sys.executable, "-c", f"from {__package__}.__main__ import prove_here; prove_here({steps})"]
         done = subprocess.run(
             command,
-            env=environment(folder, devices=max(plan.world_size, 1), log=True),
+            env={**environment(folder, devices=max(plan.world_size, 1), log=True), CHANGE_VARIABLE: change},
             input=text,
             capture_output=True,
             text=True,

@@ -24,11 +24,11 @@ def install(torch: Any) -> None:
     """Puts what is missing into `torch.cuda` and `torch.distributed`, once torch is loaded."""
     import torch.distributed as dist
 
-    class Stream(torch.Stream):  # type: ignore[misc, name-defined]
+    class Stream(torch.Stream):
         def __new__(cls, device: Any = None, priority: int = 0) -> Any:
             return super().__new__(cls, device=_device(torch, device))
 
-    class Event(torch.Event):  # type: ignore[misc, name-defined]
+    class Event(torch.Event):
         def __new__(cls, enable_timing: bool = False, **others: Any) -> Any:
             return super().__new__(cls, device="cuda", enable_timing=enable_timing)
 
@@ -66,7 +66,7 @@ def install(torch: Any) -> None:
     cuda.get_device_capability = lambda device=None: CAPABILITY
     cuda.get_device_properties = lambda device=None: Properties
     cuda.mem_get_info = lambda device=None: (MEMORY_BYTES, MEMORY_BYTES)
-    dist.ProcessGroupNCCL = ProcessGroupNCCL
+    setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL)  # noqa: B010 - a class that torch has elsewhere
 
 
 def _device(torch: Any, device: Any) -> Any:
@@ -110,7 +110,7 @@ class ProcessGroupNCCL:
         carrier = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         carrier._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         carrier._timeout, carrier._threads = options._timeout, 1
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("pretended", store), rank, size, carrier)
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("pretended", store), rank, size, carrier)
         self._stream = torch.cuda.Stream()
         self._name = f"communicator of {size}"
 
