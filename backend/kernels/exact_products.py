@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 TILES: Mapping[torch.dtype, Tile] = {
     torch.bfloat16: Tile(128, 128, 64),
     torch.float16: Tile(128, 128, 64),
-    torch.float32: Tile(128, 128, 16),
+    torch.float32: Tile(128, 128, 8),
 }
 
 UNIT_ELEMENTS = 16
