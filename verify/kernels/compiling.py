@@ -85,9 +85,7 @@ def code_of_launch(
 class _Specialized:
     """What Triton makes of a launch's arguments; `described` is equal for launches with the same code."""
 
-    def __init__(
-        self, kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: int
-    ):
+    def __init__(self, kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: int):
         function = kernel.function
         if not isinstance(function, JITFunction):
             raise RuntimeError(f"{kernel.name} is interpreted: unset TRITON_INTERPRET before Triton is loaded.")

@@ -27,7 +27,7 @@ AS_LAUNCHED = 1024
 """Blocks of a case from which on tiles are those of a launch."""
 
 SMALL_TILES: Mapping[torch.dtype, Tile] = {
-    torch.bfloat16: Tile(32, 32, 16, parts=2, num_warps=4),
+    torch.bfloat16: Tile(32, 64, 32, parts=2, num_warps=4),
     torch.float32: Tile(32, 16, 16, parts=4, num_warps=4),
 }
 NUM_SAMPLES = 2
@@ -180,5 +180,6 @@ def sizes_of(dtype: torch.dtype, block: int) -> Iterator[dict[str, int]]:
     """Rows, columns, k and leaves of the cases that find most: more than a tile of each with an odd rest, and with
     multiples of 16 elements, which are copied 16 bytes at a time."""
     tile = tiles_of(block)[dtype]
-    yield {"n": tile.m + 5, "width": tile.n + 3, "k": 4 * (tile.k + 3) + 2, "leaves": 5}
-    yield {"n": tile.m + 16, "width": tile.n + 16, "k": 4 * 2 * tile.k + 16, "leaves": 5}
+    odd, even = tile.k + 3, 16 * (tile.k // 16 + 1)
+    yield {"n": tile.m + 5, "width": tile.n + 3, "k": 5 * odd - 2, "leaves": 5}
+    yield {"n": tile.m + 16, "width": tile.n + 16, "k": 7 * even + 16, "leaves": 8}
