@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...core.base.files import read_text, write_text
+from ..kernels.amd import GFX942, compiled_for_amd
 from ..kernels.barrier_mutants import C_MUTANTS, KERNEL_MUTANTS, MULTICAST_MUTANTS, TABLE_MUTANTS, found_in_c
 from ..kernels.changed_kernels import check_changed_kernels
 from ..kernels.compilation_mutants import COMPILATION_MUTANTS, check_compilation_mutants
@@ -87,8 +88,10 @@ def page(
     reports: Sequence[Report],
     date: str,
     others: Mapping[str, Found] | None = None,
+    amd: Mapping[str, str] | None = None,
 ) -> str:
-    """The page, as Markdown. `others` is what was found with other versions of Triton."""
+    """The page, as Markdown. `others` is what was found with other versions of Triton, `amd` what `compiled_for_amd`
+    found."""
     heads = "| kernel | " + " | ".join(COLUMNS) + " |\n|---|" + "---|" * len(COLUMNS)
     rows = [
         f"| `{kernel}` | " + " | ".join(_cell(kernel, column, floors, reports) for column in COLUMNS) + " |"
@@ -104,15 +107,16 @@ def page(
             f"Written by `python -m shardproof.verify.doctor.status` on {date}, with {words}.",
             "",
             "*interpreted*: by Triton's interpreter, on processes that share memory. *PTX executed*: the code compiled",
-            "for sm_90, instruction by instruction on the CPU, on such processes. *assembled*: the code of a launch, for",
-            "sm_80, sm_90 and sm_100, within the limits of registers, spills and vector width that each kernel declares.",
-            "*model-checked*: the barriers read back from the compiled code, explored under a weak memory model.",
-            "*device*: in a report of `shardproof doctor --gpus`.",
+            "for sm_90, or for the GPU named below, instruction by instruction on the CPU, on such processes.",
+            "*assembled*: the code of a launch for sm_80, sm_90 and sm_100, within the limits of registers, spills and",
+            "vector width that each kernel declares. *model-checked*: the barriers read back from the compiled code,",
+            "explored under a weak memory model. *device*: in a report of `shardproof doctor --gpus`.",
             "",
             heads,
             *rows,
             "",
             *_not_on(list(found)),
+            *_for_amd(amd or {}),
             *_with_others(others or {}),
             "## Wrong on purpose",
             "",
@@ -139,6 +143,19 @@ def _not_on(kernels: Sequence[str]) -> list[str]:
         if each.name in kernels and each.executed_because
     ]
     return [*lines, ""] if lines else []
+
+
+def _for_amd(amd: Mapping[str, str]) -> list[str]:
+    """Which kernels Triton compiles for AMD."""
+    if not amd:
+        return []
+    compiled = ", ".join(f"`{kernel}`" for kernel, wrong in amd.items() if not wrong)
+    wrong = "".join(f" **Not** `{kernel}`: {words}." for kernel, words in amd.items() if words)
+    return [
+        f"For {GFX942} (AMD's MI300) Triton makes code of {compiled or 'none'}, without spilled vector registers; "
+        f"it is neither run nor read.{wrong} Kernels by multicast have instructions of NVIDIA's.",
+        "",
+    ]
 
 
 def _with_others(others: Mapping[str, Found]) -> list[str]:
@@ -177,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {name: importlib.metadata.version(name) for name in ("triton", "torch", "numpy")}
     wrong = wrong_on_purpose()
     others = dict(floors_with(folder) for folder in args.triton)
-    text = page(found, wrong, versions, reports, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), others)
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    text = page(found, wrong, versions, reports, date, others, compiled_for_amd())
     if args.write is None:
         sys.stdout.write(text)
     else:

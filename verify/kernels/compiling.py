@@ -23,6 +23,9 @@ from ...backend.kernels.kernel import Kernel
 Types = Mapping[str, str]
 """Of a kernel's arguments, such as `*bf16` or `i64`; `constexpr` for what is compiled in."""
 
+Architecture = int | str
+"""Compute capability times ten, or a name of AMD's, such as gfx942."""
+
 
 def compiled(
     kernel: Kernel,
@@ -30,9 +33,9 @@ def compiled(
     constants: Mapping[Any, Any],
     attributes: Mapping[Any, Any] | None = None,
     *,
-    architecture: int,
+    architecture: Architecture,
 ) -> Any:
-    """Triton's compiled kernel, with its PTX and its code for that architecture (compute capability times ten).
+    """Triton's compiled kernel, with its PTX and its code for that architecture.
 
     `attributes` say of an argument, by its path, that it is a multiple of 16.
     """
@@ -57,7 +60,7 @@ _CODE: dict[tuple[Any, ...], LaunchCode] = {}
 
 
 def compiled_launch(
-    kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: int
+    kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: Architecture
 ) -> Any:
     """Triton's compiled kernel as a launch with these arguments compiles it: types from the values, and whether
     pointers and whole numbers are multiples of 16 or 1, by Triton's own rules. Raises `RuntimeError` where Triton
@@ -66,7 +69,7 @@ def compiled_launch(
 
 
 def code_of_launch(
-    kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: int
+    kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: Architecture
 ) -> LaunchCode:
     """What `compiled_launch` compiles.
 
@@ -85,7 +88,9 @@ def code_of_launch(
 class _Specialized:
     """What Triton makes of a launch's arguments; `described` is equal for launches with the same code."""
 
-    def __init__(self, kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: int):
+    def __init__(
+        self, kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: Architecture
+    ):
         function = kernel.function
         if not isinstance(function, JITFunction):
             raise RuntimeError(f"{kernel.name} is interpreted: unset TRITON_INTERPRET before Triton is loaded.")
@@ -121,8 +126,8 @@ def _launch_code(kernel: Kernel, made: Any, types: Types) -> LaunchCode:
     return LaunchCode(str(made.asm["ptx"]), int(made.metadata.shared), names)
 
 
-def _target(architecture: int) -> GPUTarget:
-    return GPUTarget("cuda", architecture, 32)
+def _target(architecture: Architecture) -> GPUTarget:
+    return GPUTarget("hip", architecture, 64) if isinstance(architecture, str) else GPUTarget("cuda", architecture, 32)
 
 
 @contextmanager

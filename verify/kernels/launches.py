@@ -1,4 +1,4 @@
-"""Launches of every kernel as in training, to compile them for: on `WORLD` ranks, with sizes that are multiples of 16."""
+"""Launches of every kernel as in training, by which it is compiled: on `WORLD` ranks, in multiples of 16 elements."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ FORMS: Mapping[str, Callable[[ExactProducts, Empty], Tensor]] = {
 }
 
 
-def _product(kernel: Kernel, form: str, dtype: torch.dtype) -> LaunchOf:
+def _product(as_given: Kernel, form: str, dtype: torch.dtype) -> LaunchOf:
     found: list[LaunchOf] = []
 
     def keep(
-        launched: Kernel,
+        kernel: Kernel,
         num_blocks: int,
         arguments: Mapping[str, Any],
         constants: Mapping[str, Any],
         reached: Sequence[Tensor] = (),
     ) -> None:
-        changed = replace(kernel, num_warps=launched.num_warps, num_stages=launched.num_stages)
+        changed = replace(as_given, num_warps=kernel.num_warps, num_stages=kernel.num_stages)
         found.append(LaunchOf(changed, arguments, constants, f"{form} {str(dtype).removeprefix('torch.')}"))
 
     FORMS[form](ExactProducts(keep, 1), lambda *shape: torch.empty(*shape, dtype=dtype))

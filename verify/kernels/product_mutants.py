@@ -56,5 +56,5 @@ PRODUCT_MUTANTS = (
         "    left_k: tl.int64,\n",
     ),
 )
-"""Its two barriers are none of them: in the code that is compiled today others lie where they lie, those of products and
-of changes of layout."""
+"""Its two barriers are none of them: the code that is compiled today has others in their places, of products and of
+changes of layout."""

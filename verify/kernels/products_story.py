@@ -42,7 +42,8 @@ class Call:
     """A numbered call of a case, and the products that it makes."""
 
     def __init__(self, peer: Peer, case: Case, call: int):
-        self.case, self._device, self._seed = case, peer.memory.own.device, (call, peer.memory.rank)
+        self.case, self._device = case, peer.memory.own.device
+        self._seed: tuple[int, ...] = (call, peer.memory.rank)
         self.products = ExactProducts(peer.launch, case.num_blocks, tiles_of(case.block))
         unit = math.gcd(16, case.k)
         self.leaf = -(-case.k // (case.leaves * unit)) * unit

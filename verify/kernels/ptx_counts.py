@@ -27,7 +27,7 @@ def vector_bytes(ptx: str) -> int:
 
 
 def copied_bytes(ptx: str) -> int:
-    """The narrowest load of an operand: by an asynchronous copy, or of 16 bits by a thread; 0 where there is neither."""
+    """The narrowest load of an operand: an asynchronous copy, or 16 bits by a thread; 0 where there is neither."""
     copies = [int(width, 0) for width in _COPY.findall(ptx)]
     return min([*copies, *(width for width in _widths("ld", ptx) if width == 2)], default=0)
 

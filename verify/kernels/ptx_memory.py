@@ -22,8 +22,8 @@ class MemoryFault(RuntimeError):
 
 @dataclass
 class Region:
-    """`size` bytes from address `begin` on, called `name` in errors. `notes_reads` says that a thread may not write what
-    another has read since the last barrier."""
+    """`size` bytes from address `begin` on, called `name` in errors. `notes_reads` says that a thread may not write
+    what another has read since the last barrier."""
 
     name: str
     begin: int

@@ -16,7 +16,6 @@ from shardproof.verify.kernels.compilation_mutants import (
 from shardproof.verify.kernels.processes import PTX_EXECUTED, Peers
 from shardproof.verify.kernels.product_mutants import PRODUCT_MUTANTS
 
-
 MUTANTS = (*COMPILATION_MUTANTS, *PRODUCT_MUTANTS)
 
 
