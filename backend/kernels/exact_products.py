@@ -23,10 +23,11 @@ from .products import PROBLEM_COLUMNS
 
 class Tile(NamedTuple):
     """What a block multiplies at a time: rows, columns and k; in how many parts it is added to others; warps of a
-    block.
+    block, and how many k-tiles are on their way at a time.
 
-    They choose the instructions of a tensor core, so they belong to the numerics: tuning may change stages and the
-    order of tiles, not these.
+    In bf16 and fp16 they choose the instructions of a tensor core, so they belong to the numerics: tuning may change
+    stages and the order of tiles, not these. In fp32 a leaf is one chain of fused products and sums in the order of k,
+    whatever the tile.
     """
 
     m: int
@@ -34,6 +35,7 @@ class Tile(NamedTuple):
     k: int
     parts: int = 2
     num_warps: int = 8
+    num_stages: int = 3
 
 
 TILES: Mapping[torch.dtype, Tile] = {
@@ -174,7 +176,7 @@ class ExactProducts:
         most_held = (leaves - 1).bit_length()  # of a tree over so many leaves, before the last one comes
         room = max(1, programs * most_held * tile.m * tile.n)
         self._launch(
-            replace(catalog.kernel("exact_product"), num_warps=tile.num_warps),
+            replace(catalog.kernel("exact_product"), num_warps=tile.num_warps, num_stages=tile.num_stages),
             programs,
             {
                 "left": left.values,

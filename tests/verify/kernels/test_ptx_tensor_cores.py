@@ -1,4 +1,4 @@
-"""Products of matrices in executed PTX: where values of each thread are, by way of ldmatrix, and how sums are rounded."""
+"""Products of matrices in executed PTX: where the values of threads are, by way of ldmatrix, and how sums round."""
 
 from __future__ import annotations
 
