@@ -37,6 +37,7 @@ KERNELS = (
         ("interpreted", "PTX executed", "assembled"),
         not_on={"model-checked": "It meets no peer"},
         num_warps=8,
+        num_stages=4,
         exact=True,
         executed_architecture=80,
         executed_because="For sm_90 it multiplies by wgmma, which reads memory by descriptors: that is not modelled",

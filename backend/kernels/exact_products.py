@@ -22,27 +22,49 @@ from .products import PROBLEM_COLUMNS
 
 
 class Tile(NamedTuple):
-    """What a block multiplies at a time: rows, columns and k; in how many parts it is added to others; warps of a
-    block, and how many k-tiles are on their way at a time.
+    """What a block multiplies at a time: rows, columns and k; in how many parts it is added to others and stored; warps
+    of a block.
 
-    In bf16 and fp16 they choose the instructions of a tensor core, so they belong to the numerics: tuning may change
-    stages and the order of tiles, not these. In fp32 a leaf is one chain of fused products and sums in the order of k,
-    whatever the tile.
+    Rows, columns and warps choose the instructions of a tensor core, so in bf16 and fp16 they belong to the numerics.
+    Tuning may change k, stages and the order of tiles, and all of it in fp32, of which a leaf is one chain of fused
+    products and sums in the order of k, whatever the tile.
     """
 
     m: int
     n: int
     k: int
-    parts: int = 2
+    parts: int = 4
     num_warps: int = 8
-    num_stages: int = 3
 
 
-TILES: Mapping[torch.dtype, Tile] = {
-    torch.bfloat16: Tile(128, 128, 64),
-    torch.float16: Tile(128, 128, 64),
-    torch.float32: Tile(128, 128, 8),
+class Tiles(NamedTuple):
+    """Of one type of operands: `whole` where all k are one leaf in every layout, `summed` where there is a tree, of
+    which registers hold a second value."""
+
+    whole: Tile
+    summed: Tile
+
+
+TileTable = Mapping[torch.dtype, Tiles]
+
+HALVES = (torch.bfloat16, torch.float16)
+TILES: TileTable = {
+    **dict.fromkeys(HALVES, Tiles(Tile(128, 256, 64), Tile(128, 128, 64))),
+    torch.float32: Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 16, 2)),
 }
+"""From compute capability 9.0 on."""
+
+OLDER_TILES: TileTable = {
+    **TILES,
+    **dict.fromkeys(HALVES, Tiles(Tile(128, 128, 64), Tile(128, 128, 32))),
+}
+"""Without asynchronous tensor cores operands lie in registers too."""
+
+
+def tiles_for(architecture: int) -> TileTable:
+    """The tiles of GPUs of a compute capability (times ten)."""
+    return TILES if architecture >= 90 else OLDER_TILES
+
 
 UNIT_ELEMENTS = 16
 """What Triton looks for in sizes; 16 bytes are at most 8 elements of the types here."""
@@ -88,7 +110,7 @@ def merge_table(nodes: Sequence[Node]) -> list[int]:
 class ExactProducts:
     """`launch` runs a kernel; at most `most_programs` run at a time, each with a place in the workspace."""
 
-    def __init__(self, launch: Launcher, most_programs: int, tiles: Mapping[torch.dtype, Tile] = TILES):
+    def __init__(self, launch: Launcher, most_programs: int, tiles: TileTable = TILES):
         self._launch, self._most_programs, self._tiles = launch, most_programs, tiles
         self._tables: dict[tuple[object, ...], Tensor] = {}
 
@@ -96,7 +118,7 @@ class ExactProducts:
         """x W^T, [n, c] in the type of `x`: one leaf, since no rank cuts F."""
         (n, f), c = x_NF.shape, len(weight_CF)
         out = x_NF.new_empty(n, c)
-        self._run(_rows(x_NF), _rows(weight_CF), out[None], [Problem(0, 0, 0, n, f)], c, f, ((0, 1),))
+        self._run(_rows(x_NF), _rows(weight_CF), out[None], [Problem(0, 0, 0, n, f)], c)
         return out
 
     def contract(self, x_NC: Tensor, weight_CF: Tensor, leaf: int, nodes: Sequence[Node]) -> Tensor:
@@ -125,7 +147,7 @@ class ExactProducts:
             Problem(first * x_NF.stride(0), expert * weight_ECF.stride(0), first * c, last - first, f)
             for expert, first, last in groups
         ]
-        self._run(_rows(x_NF), _rows(weight_ECF), out[None], problems, c, f, ((0, 1),))
+        self._run(_rows(x_NF), _rows(weight_ECF), out[None], problems, c)
         return out
 
     def contract_experts(
@@ -160,11 +182,12 @@ class ExactProducts:
         out: Tensor,
         problems: Sequence[Problem],
         n: int,
-        leaf: int,
-        nodes: Sequence[Node],
+        leaf: int | None = None,
+        nodes: Sequence[Node] = ((0, 1),),
     ) -> None:
-        """Fills `out` [nodes, rows, n]."""
-        tile = self._tiles[left.values.dtype]
+        """Fills `out` [nodes, rows, n]; without `leaf` all k are one in every layout."""
+        tiles_of_type = self._tiles[left.values.dtype]
+        tile = tiles_of_type.whole if leaf is None else tiles_of_type.summed
         table, tiles = [], 0
         for problem in problems:
             table += [*problem, tiles]
@@ -173,10 +196,10 @@ class ExactProducts:
         if not tiles:
             return
         leaves, programs = nodes[-1][1], min(tiles, self._most_programs)
-        most_held = (leaves - 1).bit_length()  # of a tree over so many leaves, before the last one comes
+        most_held = max(0, (leaves - 1).bit_length() - 1)  # besides the last one, which stays in registers
         room = max(1, programs * most_held * tile.m * tile.n)
         self._launch(
-            replace(catalog.kernel("exact_product"), num_warps=tile.num_warps, num_stages=tile.num_stages),
+            replace(catalog.kernel("exact_product"), num_warps=tile.num_warps),
             programs,
             {
                 "left": left.values,
@@ -187,7 +210,7 @@ class ExactProducts:
                 "merges": self._on_device(out.device, merge_table(nodes), torch.int32),
                 "num_problems": len(problems),
                 "n": n,
-                "leaf": leaf,
+                "leaf": max(each.depth for each in problems) if leaf is None else leaf,
                 "leaves": leaves,
                 "most_held": most_held,
                 "left_row": left.across,

@@ -77,6 +77,7 @@ def exact_product(
         of_right = of_right + columns[None, :] * right_column
         out_at = tl.multiple_of(tl.load(row + 2), UNIT_AT)
         depth = tile_m * 0
+        top = tl.zeros((TILE_M, TILE_N), tl.float32)
         for number in range(leaves):
             begin = number * leaf
             end = tl.minimum(begin + leaf, k)
@@ -87,33 +88,27 @@ def exact_product(
                 one = tl.load(of_left + first_k * left_k, mask=(rows < m)[:, None] & is_k[None, :], other=0.0)
                 other = tl.load(of_right + first_k * right_k, mask=is_k[:, None] & (columns < n)[None, :], other=0.0)
                 total = tl.dot(one, other, total, input_precision="ieee")
-            if not IS_TREE:
-                place = out + out_at + first_m * out_row + first_n
-                stored(total, place, out_row, m - first_m, n - first_n, PARTS, TILE_M, TILE_N)
-            else:
+            is_whole = True
+            if IS_TREE:
                 todo = tl.load(merges + number)
-                depth -= todo // 2
-                place = held + depth * (TILE_M * TILE_N)
-                tl.debug_barrier()  # what other threads of this block have left there is there
-                if todo % 2 == 0:
-                    pushed(total, place, todo // 2, TILE_N, PARTS, TILE_M, TILE_N)
-                    depth += 1
-                else:
-                    of_out = out + out_at + first_m * out_row + first_n
-                    finished(
-                        total,
-                        place,
-                        todo // 2,
-                        of_out,
-                        out_row,
-                        m - first_m,
-                        n - first_n,
-                        TILE_N,
-                        PARTS,
-                        TILE_M,
-                        TILE_N,
-                    )
-                    out_at += out_node
+                count, is_whole = todo // 2, todo % 2 == 1
+                if count > 0:
+                    total = top + total
+                elif depth > 0:
+                    tl.debug_barrier()  # other threads have read what lay there
+                    laid_by(top, held + (depth - 1) * (TILE_M * TILE_N), TILE_N, PARTS, TILE_M, TILE_N)
+                depth -= count
+                tl.debug_barrier()  # what other threads have left there is there
+                for below in range(count - 1):
+                    at = held + (depth + count - 2 - below) * (TILE_M * TILE_N)
+                    total = added(total, at, TILE_N, PARTS, TILE_M, TILE_N)
+            if is_whole:
+                of_out = out + out_at + first_m * out_row + first_n
+                stored(total, of_out, out_row, m - first_m, n - first_n, PARTS, TILE_M, TILE_N)
+                out_at += out_node
+            elif IS_TREE:
+                top = total
+                depth += 1
         tile += tl.num_programs(0)
 
 
@@ -130,54 +125,27 @@ def stored(total, out, out_row, m, n, PARTS: tl.constexpr, TILE_M: tl.constexpr,
 
 
 @triton.jit
-def pushed(total, held, count, ROW: tl.constexpr, PARTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """The sum of a tile and the `count` values held from `held` on takes the place of the first of them."""
+def laid_by(total, held, ROW: tl.constexpr, PARTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Stores a tile, or a part of one whose rows have ROW, at `held`."""
     if PARTS > 1:
         left, right = halves(total, TILE_M, TILE_N)
-        pushed(left, held, count, ROW, PARTS // 2, TILE_M, TILE_N // 2)
-        pushed(right, held + TILE_N // 2, count, ROW, PARTS // 2, TILE_M, TILE_N // 2)
+        laid_by(left, held, ROW, PARTS // 2, TILE_M, TILE_N // 2)
+        laid_by(right, held + TILE_N // 2, ROW, PARTS // 2, TILE_M, TILE_N // 2)
     else:
-        total = added(total, held, count, ROW, TILE_M, TILE_N)
-        tl.debug_barrier()  # other threads have read what lay there
-        tl.store(places(held, ROW, TILE_M, TILE_N), total)
+        tl.store(held + tl.arange(0, TILE_M)[:, None] * ROW + tl.arange(0, TILE_N)[None, :], total)
 
 
 @triton.jit
-def finished(
-    total,
-    held,
-    count,
-    out,
-    out_row,
-    m,
-    n,
-    ROW: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """Rounds the sum of a tile and the `count` values held into `out`, as `stored`."""
+def added(total, held, ROW: tl.constexpr, PARTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """What is stored at `held` plus a tile, or a part of one."""
     if PARTS > 1:
         left, right = halves(total, TILE_M, TILE_N)
-        finished(left, held, count, out, out_row, m, n, ROW, PARTS // 2, TILE_M, TILE_N // 2)
-        held, out, n = held + TILE_N // 2, out + TILE_N // 2, n - TILE_N // 2
-        finished(right, held, count, out, out_row, m, n, ROW, PARTS // 2, TILE_M, TILE_N // 2)
+        left = added(left, held, ROW, PARTS // 2, TILE_M, TILE_N // 2)
+        right = added(right, held + TILE_N // 2, ROW, PARTS // 2, TILE_M, TILE_N // 2)
+        both = tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (TILE_M, TILE_N))
     else:
-        stored(added(total, held, count, ROW, TILE_M, TILE_N), out, out_row, m, n, 1, TILE_M, TILE_N)
-
-
-@triton.jit
-def added(total, held, count, ROW: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """The last of the `count` values held plus `total`, the one before plus that, and so on."""
-    for number in range(count):
-        total = tl.load(places(held + (count - 1 - number) * (TILE_M * ROW), ROW, TILE_M, TILE_N)) + total
-    return total
-
-
-@triton.jit
-def places(held, ROW: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Where the values of a part of a held tile lie, whose rows have ROW."""
-    return held + tl.arange(0, TILE_M)[:, None] * ROW + tl.arange(0, TILE_N)[None, :]
+        both = tl.load(held + tl.arange(0, TILE_M)[:, None] * ROW + tl.arange(0, TILE_N)[None, :]) + total
+    return both
 
 
 @triton.jit

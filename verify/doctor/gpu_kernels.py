@@ -29,7 +29,7 @@ CHECKED = 50_000
 
 TIMED = 200
 
-NUM_REPLAYS = 1_000
+NUM_REPLAYS = 300
 
 
 def peer_on(place: Place, num_bytes: int = BUFFER_BYTES) -> Peer:

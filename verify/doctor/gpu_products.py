@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend.kernels.exact_products import ExactProducts
+from ...backend.kernels.exact_products import ExactProducts, tiles_for
 from ...backend.kernels.kernel import Kernel
 from ...core.base.reduction import CarryTree, cut, maximal_nodes
 from .checks import Result, Table
@@ -37,8 +37,8 @@ def launched(
 
 def products_here() -> ExactProducts:
     """On the current GPU, a program on each multiprocessor."""
-    device = torch.cuda.current_device()
-    return ExactProducts(launched, torch.cuda.get_device_properties(device).multi_processor_count)
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return ExactProducts(launched, found.multi_processor_count, tiles_for(10 * found.major + found.minor))
 
 
 def different(one: Tensor, other: Tensor) -> bool:

@@ -64,7 +64,7 @@ def assembled(kernel: Kernel, architecture: int) -> list[Assembled]:
     """Compiles the launches of a kernel here."""
     from .launches import launches_of
 
-    return [_assembled(launch, architecture) for launch in launches_of(kernel)]
+    return [_assembled(launch, architecture) for launch in launches_of(kernel, architecture)]
 
 
 def _assembled(launch: LaunchOf, architecture: int) -> Assembled:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend.kernels.exact_products import ExactProducts
+from ...backend.kernels.exact_products import ExactProducts, TileTable, tiles_for
 from ...backend.kernels.kernel import Kernel
 from ...core.base.reduction import merges_of
 
@@ -33,10 +33,11 @@ class LaunchOf:
     form: str = ""
 
 
-def launches_of(kernel: Kernel) -> list[LaunchOf]:
-    """The launches that a kernel is compiled for."""
+def launches_of(kernel: Kernel, architecture: int) -> list[LaunchOf]:
+    """The launches by which a kernel is compiled for GPUs of that compute capability (times ten)."""
     if kernel.name == "exact_product":
-        return [_product(kernel, form, dtype) for dtype in TYPES for form in FORMS]
+        tiles = tiles_for(architecture)
+        return [_product(kernel, form, dtype, tiles) for dtype in TYPES for form in FORMS]
     names = kernel.function.arg_names
     arguments, constants = _arguments(), _constants(kernel)
     return [
@@ -83,7 +84,7 @@ FORMS: Mapping[str, Callable[[ExactProducts, Empty], Tensor]] = {
 }
 
 
-def _product(as_given: Kernel, form: str, dtype: torch.dtype) -> LaunchOf:
+def _product(as_given: Kernel, form: str, dtype: torch.dtype, tiles: TileTable) -> LaunchOf:
     found: list[LaunchOf] = []
 
     def keep(
@@ -93,8 +94,8 @@ def _product(as_given: Kernel, form: str, dtype: torch.dtype) -> LaunchOf:
         constants: Mapping[str, Any],
         reached: Sequence[Tensor] = (),
     ) -> None:
-        changed = replace(as_given, num_warps=kernel.num_warps, num_stages=kernel.num_stages)
+        changed = replace(as_given, num_warps=kernel.num_warps)
         found.append(LaunchOf(changed, arguments, constants, f"{form} {str(dtype).removeprefix('torch.')}"))
 
-    FORMS[form](ExactProducts(keep, 1), lambda *shape: torch.empty(*shape, dtype=dtype))
+    FORMS[form](ExactProducts(keep, 1, tiles), lambda *shape: torch.empty(*shape, dtype=dtype))
     return found[0]

@@ -26,8 +26,8 @@ PRODUCT_MUTANTS = (
     _of_product(
         "values held added from the first one on",
         _BITS,
-        "places(held + (count - 1 - number) * (TILE_M * ROW)",
-        "places(held + number * (TILE_M * ROW)",
+        "at = held + (depth + count - 2 - below) * (TILE_M * TILE_N)",
+        "at = held + (depth + below) * (TILE_M * TILE_N)",
     ),
     _of_product(
         "leaves begin one later",
@@ -46,8 +46,8 @@ PRODUCT_MUTANTS = (
     _of_product(
         "two values in one place of the workspace",
         _BITS,
-        "place = held + depth * (TILE_M * TILE_N)",
-        "place = held + tl.minimum(depth, 1) * (TILE_M * TILE_N)",
+        "laid_by(top, held + (depth - 1) * (TILE_M * TILE_N)",
+        "laid_by(top, held + tl.minimum(depth - 1, 1) * (TILE_M * TILE_N)",
     ),
     _of_product(
         "a stride that is not specialised",

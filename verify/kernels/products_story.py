@@ -9,13 +9,14 @@ of fused products and sums that Triton compiles it to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...backend.kernels.exact_products import TILES, ExactProducts, Rows, Tile
+from ...backend.kernels import catalog
+from ...backend.kernels.exact_products import TILES, ExactProducts, Rows, Tile, Tiles, TileTable, tiles_for
 from ...core.base.reduction import Node, maximal_nodes
 from .oracle import different_bits, generator_of, numbers, tree_products
 from .processes import Peer
@@ -26,16 +27,21 @@ if TYPE_CHECKING:
 AS_LAUNCHED = 1024
 """Blocks of a case from which on tiles are those of a launch."""
 
-SMALL_TILES: Mapping[torch.dtype, Tile] = {
-    torch.bfloat16: Tile(32, 64, 32, parts=2, num_warps=4),
-    torch.float32: Tile(32, 16, 16, parts=4, num_warps=4),
+SMALL_TILES: TileTable = {
+    torch.bfloat16: Tiles(Tile(32, 64, 16, num_warps=4), Tile(32, 64, 32, parts=2, num_warps=4)),
+    torch.float32: Tiles(Tile(32, 32, 16, parts=2, num_warps=4), Tile(32, 16, 16, num_warps=4)),
 }
 NUM_SAMPLES = 2
 
 
-def tiles_of(block: int) -> Mapping[torch.dtype, Tile]:
-    """The tiles of cases with blocks of that size."""
-    return TILES if block >= AS_LAUNCHED else SMALL_TILES
+def tiles_of(block: int, device: torch.device) -> TileTable:
+    """The tiles of cases with blocks of that size, on a GPU or as executed PTX."""
+    if block < AS_LAUNCHED:
+        return SMALL_TILES
+    if device.type != "cuda":
+        return tiles_for(catalog.kernel("exact_product").executed_architecture)
+    major, minor = torch.cuda.get_device_capability(device)
+    return tiles_for(10 * major + minor)
 
 
 class Call:
@@ -44,7 +50,7 @@ class Call:
     def __init__(self, peer: Peer, case: Case, call: int):
         self.case, self._device = case, peer.memory.own.device
         self._seed: tuple[int, ...] = (call, peer.memory.rank)
-        self.products = ExactProducts(peer.launch, case.num_blocks, tiles_of(case.block))
+        self.products = ExactProducts(peer.launch, case.num_blocks, tiles_of(case.block, self._device))
         unit = math.gcd(16, case.k)
         self.leaf = -(-case.k // (case.leaves * unit)) * unit
         self.margin = unit
@@ -180,7 +186,8 @@ def exact_product(peer: Peer, case: Case, call: int) -> int:
 def sizes_of(dtype: torch.dtype, block: int) -> Iterator[dict[str, int]]:
     """Rows, columns, k and leaves of the cases that find most: more than a tile of each with an odd rest, and with
     multiples of 16 elements, which are copied 16 bytes at a time."""
-    tile = tiles_of(block)[dtype]
-    odd, even = tile.k + 3, 16 * (tile.k // 16 + 1)
-    yield {"n": tile.m + 5, "width": tile.n + 3, "k": 5 * odd - 2, "leaves": 5}
-    yield {"n": tile.m + 16, "width": tile.n + 16, "k": 7 * even + 16, "leaves": 8}
+    tiles = (SMALL_TILES if block < AS_LAUNCHED else TILES)[dtype]
+    m, n, k = (max(sizes) for sizes in zip(tiles.whole[:3], tiles.summed[:3], strict=True))
+    odd, even = k + 3, 16 * (k // 16 + 1)
+    yield {"n": m + 5, "width": n + 3, "k": 5 * odd - 2, "leaves": 5}
+    yield {"n": m + 16, "width": n + 16, "k": 7 * even + 16, "leaves": 8}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardproof.backend.kernels.exact_products import TILES, ExactProducts, Tile, merge_table
+from shardproof.backend.kernels.exact_products import TILES, ExactProducts, Tile, Tiles, merge_table
 from shardproof.backend.kernels.kernel import Kernel
 
 WHOLE = ((0, 2),)
@@ -25,8 +25,11 @@ class Kept:
 def test_tiles_are_those_given() -> None:
     kept = Kept()
     tile = Tile(32, 16, 8, parts=4, num_warps=2)
-    ExactProducts(kept, 4, {torch.float32: tile}).contract(torch.ones(40, 16), torch.ones(16, 20), 8, WHOLE)
-    ((kernel, num_blocks, arguments, constants),) = kept.launches
+    products = ExactProducts(kept, 4, {torch.float32: Tiles(Tile(64, 64, 8), tile)})
+    products.contract(torch.ones(40, 32), torch.ones(32, 20), 8, ((0, 4),))
+    products.project(torch.ones(40, 16), torch.ones(20, 16))
+    (kernel, num_blocks, arguments, constants), (_, whole_blocks, _, whole) = kept.launches
+    assert (whole_blocks, whole["TILE_M"]) == (1, 64)
     assert (kernel.num_warps, num_blocks) == (2, 4)
     assert [constants[name] for name in ("TILE_M", "TILE_N", "TILE_K", "PARTS")] == [32, 16, 8, 4]
     assert arguments["workspace"].numel() == 4 * 1 * 32 * 16  # programs, values held, a tile
@@ -37,7 +40,7 @@ def test_tiles_of_a_launch_are_those_of_the_module() -> None:
     kept = Kept()
     ExactProducts(kept, 4).project(torch.ones(4, 4), torch.ones(4, 4))
     constants = kept.launches[0][3]
-    assert tuple(constants[f"TILE_{dim}"] for dim in "MNK") == TILES[torch.float32][:3]
+    assert tuple(constants[f"TILE_{dim}"] for dim in "MNK") == TILES[torch.float32].whole[:3]
 
 
 def test_the_matrices_of_all_experts_are_given_to_the_kernel() -> None:

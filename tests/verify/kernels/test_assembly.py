@@ -30,7 +30,10 @@ def test_every_kernel_keeps_its_limits(hopper: list[Assembled]) -> None:
 def test_every_kernel_keeps_its_limits_on_all_architectures() -> None:
     found = assemble(architectures=ARCHITECTURES)
     assert len(found) == sum(
-        len(launches_of(kernel)) for kernel in KERNELS for each in ARCHITECTURES if kernel.least_architecture <= each
+        len(launches_of(kernel, each))
+        for kernel in KERNELS
+        for each in ARCHITECTURES
+        if kernel.least_architecture <= each
     )
     assert [why for each in found if (why := each.why_not(KERNEL[each.kernel]))] == []
 
