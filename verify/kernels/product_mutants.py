@@ -47,7 +47,7 @@ PRODUCT_MUTANTS = (
         "two values in one place of the workspace",
         _BITS,
         "laid_by(top, held + (depth - 1) * (TILE_M * TILE_N)",
-        "laid_by(top, held + tl.minimum(depth - 1, 1) * (TILE_M * TILE_N)",
+        "laid_by(top, held + tl.minimum(depth - 1, 0) * (TILE_M * TILE_N)",
     ),
     _of_product(
         "a stride that is not specialised",
