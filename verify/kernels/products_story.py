@@ -75,7 +75,7 @@ class Call:
             return numbers(self._seed, math.prod(shape), self.case.type).view(shape)
         generator = generator_of(self._seed)
         whole = torch.randint(-8, 9, shape, generator=generator).float()
-        powers = torch.exp2(torch.randint(-10, 11, (len(runs),), generator=generator).float())
+        powers = torch.exp2(torch.randint(-16, 17, (len(runs),), generator=generator).float())
         scale = powers.repeat_interleave(torch.tensor(runs))
         return (whole * scale.view([-1 if dim == along else 1 for dim in range(len(shape))])).to(self.case.type)
 

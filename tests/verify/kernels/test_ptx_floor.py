@@ -64,7 +64,7 @@ def test_products_with_the_tiles_of_a_launch(peers: Peers, case: Case) -> None:
 def test_products_of_multiples_of_16_are_copied_16_bytes_at_a_time(peers: Peers) -> None:
     """And others by threads, element by element: both are carried out."""
     odd, even = (case for case in few_cases("exact_product", 1) if case.dtype == "bf16")
-    for case, widths in ((odd, {2}), (even, {16})):
+    for case, widths in ((odd, {2}), (even, {8, 16})):  # 8 where a tile has no more for each thread
         (texts,) = peers.run(jobs.texts_of, case, world_size=1)
         assert {copied_bytes(text) for text in texts} == widths
         assert all("mma.sync" in text for text in texts)
@@ -74,7 +74,7 @@ def test_the_barriers_of_a_product_have_others_next_to_them(peers: Peers) -> Non
     """So no floor can find that they are missing: they are for compilers that put their own elsewhere."""
     (case,) = (each for each in few_cases("exact_product", 1) if each.dtype == "bf16" and each.k % 16 == 0)
     for comment in (
-        "what other threads of this block have left there is there",
+        "what other threads have left there is there",
         "other threads have read what lay there",
     ):
         mutant = CompilationMutant(
