@@ -424,10 +424,11 @@ class Gradients:
 def _added(contributions: Sequence[Contribution]) -> Contribution:
     """The sum of what the uses of one parameter give, sample by sample, in the order of the uses."""
     first, *rest = contributions
+    totals = list(by_sample(first))
     for other in rest:
-        for total, value in zip(by_sample(first), by_sample(other), strict=True):
+        for total, value in zip(totals, by_sample(other), strict=True):
             total.add_(value)
-    return first
+    return totals
 
 
 def _concatenated(contributions: Sequence[Contribution]) -> Contribution:

@@ -10,7 +10,8 @@ partial sums are sent in fp32, and a result is rounded to the format of its oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,11 +28,13 @@ from .exact_gradients import ExactAccumulator, TokenNodes, finished_parts
 from .exact_sum import ExactSum, exact_sum
 from .expert_rows import ExactExpertNumerics
 from .heads import OwnedHeads, OwnedPart
+from .lookup_sums import LookupSums
 from .observed import observed
 from .open_sums import OpenKind, OpenSums
+from .outer_sums import OuterSums, outer_sum
 from .owned_leaves import OwnedLeaves
 from .summands import Summands, merged, open_over, part_over, sum_over
-from .tiles import contract_tiles, multiply_into, outer_tiles, project_tiles
+from .tiles import Intervals, contract_tiles, multiply_blocks, project_tiles
 from .tokens import OwnedTokens
 from .tree import add_in_place, block_sums, fold, node_sums, token_sums, tree_fold
 
@@ -56,7 +59,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         """One product per (token block, leaf)."""
         samples, sequence, features = x_BSF.shape
-        blocks = list(self._token_blocks(samples, sequence))
+        blocks = token_blocks(samples, sequence, self.gradient_block)
         y = project_tiles(x_BSF.reshape(-1, features).float(), weight_CF.float(), leaves.bounds, blocks)
         return y.view(samples, sequence, -1).to(x_BSF.dtype)
 
@@ -65,8 +68,7 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         """One product per (token block, leaf), whole leaves as K; a value for each of this rank's nodes of
         the tree over leaves."""
         samples, sequence, features = x_BSC.shape
-        blocks, first = list(self._token_blocks(samples, sequence)), leaves.first_leaf
-        nodes = [(lo - first, hi - first) for lo, hi in leaves.nodes(leaves.tp_rank)]
+        blocks, nodes = token_blocks(samples, sequence, self.gradient_block), leaves.own_nodes
         values = contract_tiles(x_BSC.reshape(-1, features).float(), weight_CF.float(), leaves.bounds, blocks, nodes)
         return values.view(len(nodes), samples, sequence, -1)
 
@@ -87,22 +89,22 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         """One product per block of `reduction_token_block` tokens, between which sequence parallelism cuts."""
         samples, sequence, features = x_BSK.shape
         x, matrix_KN = x_BSK.reshape(samples * sequence, features).float(), matrix_KN.float()
-        y = x.new_empty(samples * sequence, matrix_KN.shape[1])
-        for first, last in self._token_blocks(samples, sequence, self.reduction_block):
-            multiply_into(y[first:last], x[first:last], matrix_KN)
+        y = multiply_blocks(x, matrix_KN, token_blocks(samples, sequence, self.reduction_block))
         return y.view(samples, sequence, -1).to(x_BSK.dtype)
 
     @observed
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
         """Per sample: one product per (token block, leaf), the tree over token blocks."""
-        blocks = list(self._token_blocks(1, x_BSC.shape[1]))
+        blocks = token_blocks(1, x_BSC.shape[1], self.gradient_block)
+        if self.cp == 1:
+            return OuterSums(x_BSC.float(), y_BSF.float(), leaves.bounds, blocks)
         chunks = Chunks(len(blocks) * self.cp, self.cp, self.cp_rank)
         own = [(chunks.local(lo), chunks.local(lo) + hi - lo) for lo, hi in chunks.nodes()]
         return self._over_sequence(
             "blocks",
             chunks,
             [
-                [outer_tiles(x_SC, y_SF, leaves.bounds, blocks[first:last], (0, last - first)) for first, last in own]
+                [outer_sum(x_SC, y_SF, leaves.bounds, blocks[first:last]) for first, last in own]
                 for x_SC, y_SF in zip(x_BSC.float(), y_BSF.float(), strict=True)
             ],
         )
@@ -147,7 +149,10 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
 
     @observed
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
-        """Per sample, rows in the order of their positions."""
+        """Per sample, rows in the order of their positions. On a GPU whole tables, since which rows there are would be
+        waited for."""
+        if self.cp == 1 and ids_BS.is_cpu:
+            return LookupSums(ids_BS, gradient_BSH.float(), num_rows)
         return [
             torch.ops.aten.embedding_dense_backward(gradient_SH, ids_S, num_rows + 1, -1, False)[:num_rows]
             for ids_S, gradient_SH in zip(ids_BS, gradient_BSH.float(), strict=True)
@@ -251,20 +256,19 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         return exact_sum(tensors, squares=True, device=self.device)
 
     def _over_sequence(self, kind: OpenKind, chunks: Chunks, samples: list[list[Tensor]]) -> Contribution:
-        """Sums over all leaves of each sample, or what this rank has of them: a value for each of its nodes."""
-        if self.cp == 1:
-            return [root for (root,) in samples]
+        """What this rank has of the sums over all leaves of each sample: a value for each of its nodes."""
         members = tuple(Chunks(chunks.num_items, self.cp, member).nodes() for member in range(self.cp))
         return OpenSums(kind, chunks.num_items, members, samples)
 
-    def _token_blocks(self, samples: int, sequence: int, block: int = 0) -> Iterator[tuple[int, int]]:
-        """Token blocks (of weight gradients unless given) inside each sample, as rows of the flat [b*s, ...] tensor; a
-        sample's last block may be shorter."""
-        block = block or self.gradient_block
-        for sample in range(samples):
-            for first in range(0, sequence, block):
-                last = min(first + block, sequence)
-                yield sample * sequence + first, sample * sequence + last
+
+@lru_cache(maxsize=1024)
+def token_blocks(samples: int, sequence: int, block: int) -> Intervals:
+    """Token blocks inside each sample, as rows of the flat [b*s, ...] tensor; a sample's last block may be shorter."""
+    return tuple(
+        (sample * sequence + first, sample * sequence + min(first + block, sequence))
+        for sample in range(samples)
+        for first in range(0, sequence, block)
+    )
 
 
 def _over_samples(

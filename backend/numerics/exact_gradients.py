@@ -13,6 +13,7 @@ from ...core.base.reduction import CarryTree, cut
 from ..transport.base import Group
 from .contributions import Accumulator, Contribution, by_sample
 from .heads import OwnedPart
+from .sample_sums import SampleSums
 from .tree import add_in_place
 
 
@@ -24,6 +25,9 @@ class ExactAccumulator:
 
     def add(self, first_sample: int, contribution: Contribution) -> None:
         """Each sample's sum is a leaf."""
+        if isinstance(contribution, SampleSums):
+            contribution.insert_into(self.tree, first_sample)
+            return
         for offset, value in enumerate(by_sample(contribution)):
             self.tree.insert((first_sample + offset, first_sample + offset + 1), value)
 

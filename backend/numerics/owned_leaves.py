@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ...core.base.reduction import Node, maximal_nodes
 from ...core.layout.leaves import Leaves
@@ -18,13 +19,13 @@ class OwnedLeaves:
     tp: int
     tp_rank: int
 
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
         """`[lo, hi)` of each own leaf in the local tensor."""
         lo, hi = self.leaves.owned(self.tp, self.tp_rank)
         offset = self.leaves.items(lo, hi)[0]
         items = [self.leaves.items(leaf, leaf + 1) for leaf in range(lo, hi)]
-        return [((first - offset) * self.unit, (last - offset) * self.unit) for first, last in items]
+        return tuple(((first - offset) * self.unit, (last - offset) * self.unit) for first, last in items)
 
     @property
     def num_leaves(self) -> int:
@@ -45,7 +46,13 @@ class OwnedLeaves:
         """The nodes of the sum over all leaves that a rank computes."""
         return maximal_nodes(self.leaves.num_leaves, *self.leaves.owned(self.tp, tp_rank))
 
-    @property
+    @cached_property
+    def own_nodes(self) -> tuple[Node, ...]:
+        """The nodes of this rank, by its own leaves counted from 0."""
+        first = self.first_leaf
+        return tuple((lo - first, hi - first) for lo, hi in self.nodes(self.tp_rank))
+
+    @cached_property
     def summands(self) -> Summands:
         """What every rank brings to the sum over all leaves."""
         return Summands(self.leaves.num_leaves, tuple(self.nodes(tp_rank) for tp_rank in range(self.tp)))

@@ -22,7 +22,7 @@ from ...core.model.parameters import Parameter, parameters
 from ...core.plan.plan import Plan
 from ..base.optimizer import Held, ShardedAdamW
 from .exact import VECTOR_ELEMENTS, ExactNumerics
-from .tiles import multiply_into
+from .same_bits import multiply_into
 
 NormFunction = Callable[[Tensor], Tensor]
 TileFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -1,5 +1,5 @@
 """Canonical sums inside one tensor: the tree by elementwise additions, whose bits depend on
-nothing but the two numbers.
+nothing but the two numbers. On the CPU compiled loops (`csrc`) make sums over tokens where they were built.
 
 See `core.base.reduction` for the tree, and `summands` for sums over the members of a group.
 """
@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 from ...core.base.reduction import Node
+
+try:
+    from . import _exact as compiled
+except ImportError:
+    compiled = None  # type: ignore[assignment]
 
 
 def add_in_place(left: Tensor, right: Tensor) -> Tensor:
@@ -44,17 +49,21 @@ def block_sums(x_BSN: Tensor, block: int) -> Tensor:
     """Sums over blocks of tokens, [b, blocks, n], the last block shorter where `block` does not divide
     s: `fold` inside each."""
     samples, sequence, features = x_BSN.shape
-    whole = sequence - sequence % block
+    if _is_for_loops(x_BSN):
+        return _compiled_sums(x_BSN, block, whole=False)
+    full = sequence - sequence % block
     blocks = []
-    if whole:
-        blocks.append(fold(x_BSN[:, :whole].reshape(samples, whole // block, block, features), 2))
-    if whole < sequence:
-        blocks.append(fold(x_BSN[:, whole:], 1).unsqueeze(1))
+    if full:
+        blocks.append(fold(x_BSN[:, :full].reshape(samples, full // block, block, features), 2))
+    if full < sequence:
+        blocks.append(fold(x_BSN[:, full:], 1).unsqueeze(1))
     return torch.cat(blocks, 1)
 
 
 def token_sums(x_BSN: Tensor, block: int) -> Tensor:
     """Sums over the tokens of each sample, [b, n]: those of blocks, then the canonical tree over the blocks."""
+    if _is_for_loops(x_BSN):
+        return _compiled_sums(x_BSN, block, whole=True).squeeze(1)
     sums = tree_fold(block_sums(x_BSN, block), 1)
     # one token is its own sum, but the result must not share its memory
     return sums.clone() if x_BSN.shape[1] == 1 else sums
@@ -64,3 +73,33 @@ def node_sums(leaves_BLN: Tensor, nodes: Sequence[Node]) -> Tensor:
     """The values of tree nodes from just their leaves, one node after the other: [b, nodes, n]."""
     parts = leaves_BLN.split([hi - lo for lo, hi in nodes], 1)
     return torch.stack([tree_fold(part, 1) for part in parts], 1)
+
+
+def _is_for_loops(x_BSN: Tensor) -> bool:
+    """Whether compiled loops add these: fp32 numbers of the CPU, features one behind the other."""
+    return (
+        compiled is not None
+        and x_BSN.is_cpu
+        and x_BSN.dtype == torch.float32
+        and x_BSN.stride(2) == 1
+        and x_BSN.numel() > 0
+    )
+
+
+def _compiled_sums(x_BSN: Tensor, block: int, *, whole: bool) -> Tensor:
+    """The sums of each sample as a `whole`, [b, 1, n], or of each block, [b, blocks, n]."""
+    samples, sequence, features = x_BSN.shape
+    sums = x_BSN.new_empty(samples, 1 if whole else -(-sequence // block), features)
+    sample_stride, token_stride, _ = x_BSN.stride()
+    compiled.token_sums(
+        x_BSN.data_ptr(),
+        samples,
+        sequence,
+        features,
+        sample_stride,
+        token_stride,
+        block,
+        whole,
+        sums.data_ptr(),
+    )
+    return sums

@@ -369,9 +369,11 @@ class TrainingRank:
         """STEP: the loss and the gradient norm of the global batch, what routers add to the loss, and the update."""
         scale = self.loss_scale
         num_counted = self.batches.num_counted
-        gradients, share = self._finished_gradients(), 1 / (num_counted * scale.value)
-        if self.numerics.mode == "exact":  # fast numerics divide where they clip
-            gradients, share = [gradient.div_(num_counted * scale.value) for gradient in gradients], 1.0
+        divisor = num_counted * scale.value
+        gradients, share = self._finished_gradients(), 1 / divisor
+        # fast numerics divide where they clip; by a power of two that rounds nothing, so exact ones do too
+        if self.numerics.mode == "exact" and math.frexp(divisor)[0] != 0.5:
+            gradients, share = [gradient.div_(divisor) for gradient in gradients], 1.0
         norm = self.totals.norm(self.optimizer.held, gradients) * share
         loss = self.totals.mean_loss(token_losses, num_counted)
         aux_loss, mtp_loss = self.totals.mean_aux_loss(), self.totals.mean_mtp_loss(num_counted)

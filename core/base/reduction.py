@@ -110,6 +110,10 @@ class CarryTree(Generic[Value]):
         """The value of a held node."""
         return self._held[node]
 
+    def take(self, node: Node) -> Value:
+        """The value of a held node, which is held no longer."""
+        return self._held.pop(node)
+
     def root(self) -> Value:
         """The finished sum. Raises ValueError while leaves are missing."""
         if self.nodes != ((0, self.num_leaves),):

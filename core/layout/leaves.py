@@ -21,6 +21,9 @@ from .layout import Layout
 MAX_DEGREE = 8
 """Default blocks admit every tensor-parallel degree up to this one that divides the heads."""
 
+BLOCK_KEYS = {"num_kv_heads": "head_block", "ffn_hidden_size": "ffn_block", "vocab_size": "vocab_block"}
+"""The key of `[numerics]` that says how long a leaf of a size of the model is."""
+
 
 @dataclass(frozen=True)
 class Leaves:
@@ -70,9 +73,9 @@ class LeafSizes:
         return Leaves(sequence, self.reduction_token_block)
 
     def head_sums(self, sequence: int) -> int:
-        """Leaves of the sums over heads and tokens that norms of query and key heads have: leaf
-        `head * blocks + block`."""
-        return self.heads.num_leaves * self.tokens(sequence).num_leaves
+        """Leaves of the sums over heads and tokens that norms of query and key heads have, whatever a leaf of the heads
+        is elsewhere: leaf `head * blocks + block`."""
+        return self.heads.num_items * self.tokens(sequence).num_leaves
 
     def nodes_of(
         self, known: Literal["tokens", "heads"], sequence: int, tp: int, tp_rank: int, *, cp: int = 1, cp_rank: int = 0
@@ -83,7 +86,7 @@ class LeafSizes:
         if known == "tokens":
             return blocks.nodes(*cut(blocks.num_own, tp, tp_rank))
         spans: list[tuple[int, int]] = []
-        for head in range(*self.heads.owned(tp, tp_rank)):
+        for head in range(*self.heads.owned_items(tp, tp_rank)):
             for lo, hi in blocks.spans:
                 first, last = head * blocks.num_items + lo, head * blocks.num_items + hi
                 spans[-1:] = [(spans[-1][0], last)] if spans and spans[-1][1] == first else [*spans[-1:], (first, last)]
@@ -115,8 +118,7 @@ class LeafSizes:
         problems = []
         for name, leaves in (("num_kv_heads", self.heads), ("ffn_hidden_size", self.ffn), ("vocab_size", self.vocab)):
             if leaves.num_leaves < tp:
-                key = {"ffn_hidden_size": "ffn_block", "vocab_size": "vocab_block"}.get(name)
-                remedy = f" or numerics.{key} <= {max(1, leaves.num_items // tp)}" if key else ""
+                remedy = f" or numerics.{BLOCK_KEYS[name]} <= {max(1, leaves.num_items // tp)}"
                 problems.append(
                     f"tp={tp} cuts {name}={leaves.num_items} inside a leaf of {leaves.block}: there are only "
                     f"{leaves.num_leaves} leaves. "
@@ -136,6 +138,7 @@ def leaf_sizes(
     model: ModelSpec,
     sequence: int,
     *,
+    head_block: int | None = None,
     ffn_block: int | None = None,
     vocab_block: int | None = None,
     gradient_token_block: int | None = None,
@@ -154,7 +157,7 @@ def leaf_sizes(
 
     gradient_block = gradient_token_block or min(128, sequence)
     return LeafSizes(
-        heads=Leaves(model.num_kv_heads, 1),
+        heads=Leaves(model.num_kv_heads, head_block or 1),
         ffn=blocks(model.ffn_hidden_size, ffn_block),
         vocab=blocks(model.vocab_size, vocab_block),
         gradient_token_block=gradient_block,

@@ -221,6 +221,7 @@ class Plan:
         return leaf_sizes(
             self.model,
             self.batch.sequence,
+            head_block=self.numerics.head_block,
             ffn_block=self.numerics.ffn_block,
             vocab_block=self.numerics.vocab_block,
             gradient_token_block=self.numerics.gradient_token_block,

@@ -301,6 +301,14 @@ class Numerics(Bounded, section="numerics"):
         default_note="32, at most the former",
         read_by="core.plan.plan",
     )
+    head_block: int | None = option(
+        "key/value heads per leaf",
+        default=None,
+        minimum=1,
+        default_note="1",
+        more="Leaves that are wider make fewer, larger products of attention's matrices; a rank has whole ones.",
+        read_by="core.plan.plan",
+    )
     ffn_block: int | None = option(
         "MLP units per leaf",
         default=None,

@@ -128,8 +128,9 @@ def head_gradient(ranks: Ranks, usage: Usage, dy: list[Part], x: list[Part]) -> 
     parts = []
     for part, other in zip(dy, x, strict=True):
         assert part.features is not None, "heads are cut"
-        value = ranks.in_order_of(apply("head sums", part.value, other.value, usage.key), *part.features[1:])
-        parts.append(Part(value, part.features[1:]))
+        heads = ranks.plan.leaf_sizes.heads.items(*part.features[1:])
+        value = ranks.in_order_of(apply("head sums", part.value, other.value, usage.key), *heads)
+        parts.append(Part(value, heads))
     return ranks.settle_gradient(usage, parts)
 
 

@@ -238,7 +238,7 @@ def _reduce_usage(
         return _reduce_experts(gradients, usage, tokens, given, per_holder)
     (after_each, operations), shape, plan = given, gradients.shape, gradients.plan
     local, by_parts = plan.batch.sequence // plan.layout.cp, sequences_are_cut(plan)
-    whole_part = plan.leaf_sizes.heads.num_leaves if knows_heads(usage.parameter) else local
+    whole_part = plan.leaf_sizes.heads.num_items if knows_heads(usage.parameter) else local
     if by_parts and not knows_heads(usage.parameter):  # heads, however many, are no sequence that was gathered
         tokens = [(0, local) if each == (0, plan.batch.sequence) else each for each in tokens]  # gathered, not summed
     total, wanted = np.zeros(shape, dtype=np.uint64), np.zeros(shape, dtype=np.uint64)

@@ -3,18 +3,11 @@
  * Numbers are cut into parts of PART_BITS bits by adding and subtracting a large constant (the error-free extraction of Rump, Ogita and
  * Oishi 2008, algorithm 3.1). CHUNK parts of one size add up exactly in a double, in any order, so vectors may add them as they like.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "token_sums.h"
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
 
 #if FLT_EVAL_METHOD != 0
 #error "doubles must be rounded to doubles"
@@ -65,6 +58,7 @@ FOR_EACH_PROCESSOR static int take_parts(const float *numbers, int squares, cons
     Words left = {0};
     for (int i = 0; i < CHUNK; i += WIDE) {
         Floats narrow;
+        __builtin_prefetch(numbers + i + CHUNK);
         memcpy(&narrow, numbers + i, sizeof narrow);
         Doubles rest = __builtin_convertvector(narrow, Doubles);
         if (squares) rest *= rest; /* of 24 bits each: exact */
@@ -168,9 +162,10 @@ static PyObject *exact_sum(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"exact_sum", exact_sum, METH_VARARGS, "The sum of float32 numbers, or of their squares, in units of 2^-320, and flags of +inf, -inf and nan."},
+    {"token_sums", token_sums, METH_VARARGS, TOKEN_SUMS_DOC},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_exact", "Compiled loops of exact numerics; see numerics/exact_sum.py.", 0, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_exact", "Compiled loops of exact numerics; see numerics/exact_sum.py and tree.py.", 0, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__exact(void) { return PyModuleDef_Init(&module); }

@@ -30,6 +30,7 @@ def leaves_admit_tp(layout: Layout, model: ModelSpec, batch: Batch, numerics: Nu
     sizes = leaf_sizes(
         model,
         batch.sequence,
+        head_block=numerics.head_block,
         ffn_block=numerics.ffn_block,
         vocab_block=numerics.vocab_block,
         gradient_token_block=numerics.gradient_token_block,

@@ -121,6 +121,7 @@ RULES: tuple[Rule, ...] = (
             "model.ffn_hidden_size",
             "model.vocab_size",
             "batch.sequence",
+            "numerics.head_block",
             "numerics.ffn_block",
             "numerics.vocab_block",
         ),

@@ -208,7 +208,9 @@ def poisoned_rank(transport, payload):
             def add(usage, first_sample, contribution, plain=plain, poisoned=poisoned):
                 if transport.watch.phase == "step 2" and usage.parameter.name == name and not poisoned:
                     poisoned.append(name)
-                    first = contribution if isinstance(contribution, torch.Tensor) else contribution[0]
+                    whole = isinstance(contribution, torch.Tensor)
+                    contribution = contribution if whole else list(contribution)
+                    first = contribution if whole else contribution[0]
                     first.reshape(-1)[3] = float("nan")
                 plain(usage, first_sample, contribution)
 

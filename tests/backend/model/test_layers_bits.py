@@ -82,9 +82,18 @@ def test_odd_sequences_equal_one_device(run_stage, sequence):
     assert_same_bits(run_stage(LLAMA, sequence=sequence), run_stage(LLAMA, sequence=sequence, tp=3, dp=2, micro=3))
 
 
+@pytest.mark.parametrize(("model", "head_block", "degrees"), [(MIXED, 5, (2, 3, 4)), (LLAMA, 2, (2, 3))])
+def test_leaves_of_several_heads_equal_one_device(run_stage, model, head_block, degrees):
+    one = run_stage(model, head_block=head_block)
+    for tp in degrees:
+        assert_same_bits(one, run_stage(model, head_block=head_block, tp=tp, micro=2))
+
+
 def test_leaf_sizes_are_part_of_the_problem_so_other_blocks_give_other_bits(run_stage):
-    one, other = run_stage(GPT), run_stage(GPT, gradient_token_block=16)
-    assert any(not torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients)
+    one = run_stage(GPT)
+    for finer in ({"gradient_token_block": 16}, {"head_block": 3}):
+        other = run_stage(GPT, **finer)
+        assert any(not torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients)
 
 
 def test_fast_numerics_do_depend_on_the_layout(run_stage):

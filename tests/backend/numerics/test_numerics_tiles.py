@@ -8,8 +8,10 @@ import torch
 
 from shardproof.backend.numerics.exact import ExactNumerics
 from shardproof.backend.numerics.fast import FastNumerics
+from shardproof.backend.numerics.outer_sums import outer_sum
 from shardproof.backend.numerics.owned_leaves import OwnedLeaves
-from shardproof.backend.numerics.tiles import contract_tiles, multiply_into, outer_tiles, project_tiles, scratch
+from shardproof.backend.numerics.same_bits import multiply_into
+from shardproof.backend.numerics.tiles import contract_tiles, follow, project_tiles, scratch, steps, tree_over
 from shardproof.backend.numerics.tree import token_sums
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.reduction import maximal_nodes, split
@@ -23,8 +25,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def intervals(length: int, size: int) -> list[tuple[int, int]]:
-    return [(lo, min(lo + size, length)) for lo in range(0, length, size)]
+def intervals(length: int, size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((lo, min(lo + size, length)) for lo in range(0, length, size))
 
 
 def tree_sum(terms: list[torch.Tensor], node: tuple[int, int]) -> torch.Tensor:
@@ -45,9 +47,9 @@ def test_every_tile_is_a_product_of_its_own_and_tiles_add_up_as_the_tree(
 ) -> None:
     x, weight, y = drawn(rows, whole), drawn(cut, whole, seed=1), drawn(rows, cut, seed=2)
     features, blocks = intervals(cut, leaf), intervals(rows, block)
-    projected, outer = project_tiles(x, weight, features, blocks), outer_tiles(y, x, features, blocks, (0, len(blocks)))
+    projected, outer = project_tiles(x, weight, features, blocks), outer_sum(y, x, features, blocks)
     nodes = maximal_nodes(len(features) + 3, 1, 1 + len(features))  # leaves 1, 2, ... of a sum with three more
-    contracted = contract_tiles(y, weight, features, blocks, [(lo - 1, hi - 1) for lo, hi in nodes])
+    contracted = contract_tiles(y, weight, features, blocks, tuple((lo - 1, hi - 1) for lo, hi in nodes))
     for first, last in blocks:
         terms = [y[first:last, lo:hi].contiguous() @ weight[lo:hi] for lo, hi in features]
         for value, (lo, hi) in zip(contracted, nodes, strict=True):
@@ -70,9 +72,26 @@ def test_one_column_is_multiplied_apart_because_its_bits_follow_the_strides_of_t
     assert torch.equal(wide[:, 3:4], alone)
 
 
-@pytest.mark.parametrize(("num_leaves", "buffers"), [(1, 0), (2, 1), (3, 2), (8, 3), (12, 4)])
-def test_a_tree_needs_a_buffer_per_level(num_leaves: int, buffers: int) -> None:
-    assert len(scratch(torch.empty(2, 5), 4, num_leaves)) == buffers
+@pytest.mark.parametrize(
+    ("num_leaves", "apart", "as_made"), [(1, 0, 0), (2, 1, 0), (3, 1, 0), (4, 2, 1), (8, 3, 2), (12, 3, 2)]
+)
+def test_a_tree_needs_a_buffer_for_every_level_of_right_halves_that_are_not_added_as_they_are_made(
+    num_leaves: int, apart: int, as_made: int
+) -> None:
+    for added, count in ((False, apart), (True, as_made)):
+        order = steps(tree_over((0, num_leaves)), lambda product, added=added: added)
+        assert len(scratch(torch.empty(2, 5), 4, [order])) == count
+
+
+@pytest.mark.parametrize("as_made", [False, True])
+def test_a_sum_is_written_or_added_in_the_order_of_its_tree(as_made: bool) -> None:
+    """Integers: both ways give the same sum."""
+    left = [torch.full((2, 1), float(3**i)) for i in range(7)]
+    right = [torch.ones(1, 3)] * 7
+    for added in (False, True):
+        order, total = steps(tree_over((0, 7)), lambda product: as_made, added=added), torch.full((2, 3), 5.0)
+        follow(order, [total, *scratch(total, 2, [order])], left, right)
+        assert (total == (3**7 - 1) / 2 + 5 * added).all()
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -91,9 +110,9 @@ def test_the_error_against_fp64_is_no_larger_than_the_librarys(
     wide_x, wide_weight, wide_y = (each.double() for each in (x, weight, y))
     for ours, library, exact, share in (
         (project_tiles(x, weight, features, blocks), x @ weight.t(), wide_x @ wide_weight.t(), 1.001),
-        (contract_tiles(y, weight, features, blocks, [(0, leaves)])[0], y @ weight, wide_y @ wide_weight, 0.85),
+        (contract_tiles(y, weight, features, blocks, ((0, leaves),))[0], y @ weight, wide_y @ wide_weight, 0.85),
         (
-            outer_tiles(y, x, features, blocks, (0, len(blocks))),
+            outer_sum(y, x, features, blocks),
             y.t() @ x,
             wide_y.t() @ wide_x,
             1.001 if rows <= 256 else 0.9,

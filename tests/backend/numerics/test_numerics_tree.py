@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardproof.backend.numerics import tree
 from shardproof.backend.numerics.summands import Summands, sum_over
 from shardproof.backend.numerics.tree import fold, token_sums, tree_fold
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -78,3 +79,20 @@ def test_every_member_gets_the_whole_tree_for_any_uneven_cut(num_leaves, size, w
     rows = rand(num_leaves, width)
     for total in run_threads(MemoryWorld(size), sum_rank, (rows, size)):
         assert torch.equal(total, tree_value(list(rows), 0, num_leaves))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 16, 32, 1000])
+@pytest.mark.parametrize("shape", [(2, 128, 96), (1, 1, 5), (3, 7, 70), (2, 33, 64), (2, 100, 129), (1, 5, 1)])
+def test_compiled_loops_add_tokens_as_plain_ones_do(
+    shape: tuple[int, int, int], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tree.compiled is None:
+        pytest.skip("the compiled loops are not built here")
+    samples, tokens, width = shape
+    wide = torch.randn(samples, tokens, width + 7, generator=torch.Generator().manual_seed(0))
+    for x in (wide[..., 2:-5], wide[..., 2:-5].contiguous(), wide.flip(1)[..., :width]):
+        found = tree.token_sums(x, block), tree.block_sums(x, block)
+        with monkeypatch.context() as without:
+            without.setattr(tree, "compiled", None)
+            plain = tree.token_sums(x, block), tree.block_sums(x, block)
+        assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))

@@ -81,6 +81,31 @@ def test_a_block_that_is_too_coarse_for_tp_names_one_that_is_not():
     assert "ffn_block <= 48" in str(caught.value) and "vocab_block <= 64" in str(caught.value)
 
 
+def test_leaves_of_several_heads_are_whole_on_a_rank():
+    sizes = leaf_sizes(model_of(kv_heads=8), sequence=128, head_block=3)
+    assert [sizes.heads.owned_items(3, rank) for rank in range(3)] == [(0, 3), (3, 6), (6, 8)]
+    assert sizes.ffn == leaf_sizes(model_of(kv_heads=8), sequence=128).ffn
+    sizes.check(3)
+    with pytest.raises(LayoutError) as caught:
+        sizes.check(4)
+    (problem,) = caught.value.problems
+    assert problem == (
+        "tp=4 cuts num_kv_heads=8 inside a leaf of 3: there are only 3 leaves. Use tp <= 3 or numerics.head_block <= 2."
+    )
+
+
+def test_sums_over_heads_have_a_leaf_for_every_head_whatever_a_leaf_of_the_heads_is():
+    one, three = (leaf_sizes(model_of(kv_heads=8), sequence=128, head_block=block) for block in (1, 3))
+    blocks = one.tokens(128).num_leaves
+    assert one.head_sums(128) == three.head_sums(128) == 8 * blocks
+    nodes = [three.nodes_of("heads", 128, 3, rank) for rank in range(3)]
+    assert [(own[0][0], own[-1][1]) for own in nodes] == [
+        (0, 3 * blocks),
+        (3 * blocks, 6 * blocks),
+        (6 * blocks, 8 * blocks),
+    ]
+
+
 def test_fast_numerics_admit_a_tensor_parallel_degree_above_8_that_exact_ones_refuse():
     model, layout = model_of(kv_heads=32, vocab=1600, ffn=256), Layout(tp=16)
     fast = leaf_sizes(model, 64, max_degree=degree_to_admit("fast", layout))

@@ -3,6 +3,8 @@ more, and no bit differs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from helpers.plans import plan
@@ -15,7 +17,7 @@ from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.symbolic import symbolic
 
 
-def llama(layout: Layout, groups: int, heads: int) -> Plan:
+def llama(layout: Layout, groups: int, heads: int, **choices: Any) -> Plan:
     """Two layers; `heads` query heads in `groups` key/value groups."""
     return plan(
         layout,
@@ -29,6 +31,7 @@ def llama(layout: Layout, groups: int, heads: int) -> Plan:
         samples=4,
         gradient_token_block=6,
         reduction_token_block=3,
+        **choices,
     )
 
 
@@ -40,6 +43,14 @@ def llama(layout: Layout, groups: int, heads: int) -> Plan:
             llama(Layout(tp=3, sequence_parallel=True, pp=2), 8, 8), [(0, 3), (3, 6), (6, 8)], id="sp-tp3-pp2-of-8"
         ),
         pytest.param(llama(Layout(tp=4, cp=2), 6, 12), [(0, 2), (2, 4), (4, 5), (5, 6)], id="tp4-cp2-of-6-groups"),
+        pytest.param(
+            llama(Layout(tp=3, sequence_parallel=True), 8, 8, head_block=3, qk_norm=True),
+            [(0, 3), (3, 6), (6, 8)],
+            id="sp-tp3-of-3-leaves-with-norms-of-heads",
+        ),
+        pytest.param(
+            llama(Layout(tp=2, cp=2), 6, 12, head_block=2, qk_norm=True), [(0, 4), (4, 6)], id="tp2-cp2-of-3-leaves"
+        ),
     ],
 )
 def test_no_bit_differs(plan: Plan, held: list[tuple[int, int]]) -> None:
