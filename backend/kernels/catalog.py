@@ -40,7 +40,7 @@ KERNELS = (
         num_stages=4,
         exact=True,
         executed_architecture=80,
-        executed_because="For sm_90 its products are wgmma, which reads shared memory by descriptors and is not modelled",
+        executed_because="For sm_90 it multiplies by wgmma, which reads memory by descriptors: that is not modelled",
     ),
 )
 

@@ -25,8 +25,9 @@ class Tile(NamedTuple):
     """What a block multiplies at a time: rows, columns and k; in how many parts it is added to others and stored; warps
     of a block.
 
-    Rows, columns and warps choose the instructions of a tensor core, so they belong to the numerics. Tuning may change
-    k, stages and the order of tiles.
+    Rows, columns and warps choose the instructions of a tensor core, so in bf16 and fp16 they belong to the numerics.
+    Tuning may change k, stages and the order of tiles, and all of it in fp32, of which a leaf is one chain of fused
+    products and sums in the order of k, whatever the tile.
     """
 
     m: int
@@ -49,7 +50,7 @@ TileTable = Mapping[torch.dtype, Tiles]
 HALVES = (torch.bfloat16, torch.float16)
 TILES: TileTable = {
     **dict.fromkeys(HALVES, Tiles(Tile(128, 256, 64), Tile(128, 128, 64))),
-    torch.float32: Tiles(Tile(128, 128, 16, 2), Tile(128, 64, 16, 2)),
+    torch.float32: Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 16, 2)),
 }
 """From compute capability 9.0 on."""
 

@@ -16,6 +16,7 @@ from shardproof.backend.kernels.kernel import Kernel
 from shardproof.backend.kernels.meet import meet_at_entry, meet_at_exit
 from shardproof.backend.kernels.peers import buffer_of
 from shardproof.verify.kernels.cases import Outcome, run_case
+from shardproof.verify.kernels.compiling import code_of_launch
 from shardproof.verify.kernels.processes import Peer
 from shardproof.verify.kernels.stories import Case
 
@@ -105,6 +106,19 @@ def run_case_without_meeting(peer: Peer, case: Case) -> Outcome:
         peer.launch(replace(kernel, function=gather_without_meeting), num_blocks, arguments, constants, *rest)
 
     return run_case(replace(peer, launch=launch), case)
+
+
+def texts_of(peer: Peer, case: Case) -> list[str]:
+    """The PTX of every launch of a case, which is not carried out."""
+    found = []
+
+    def launch(
+        kernel: Kernel, num_blocks: int, arguments: Mapping[str, Any], constants: Mapping[str, Any], *rest: Any
+    ) -> None:
+        found.append(code_of_launch(kernel, arguments, constants, kernel.executed_architecture).ptx)
+
+    run_case(replace(peer, launch=launch), case)
+    return found
 
 
 def process_of(peer: Peer) -> int:

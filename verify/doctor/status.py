@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...core.base.files import read_text, write_text
+from ..kernels.amd import GFX942, compiled_for_amd
 from ..kernels.barrier_mutants import C_MUTANTS, KERNEL_MUTANTS, MULTICAST_MUTANTS, TABLE_MUTANTS, found_in_c
 from ..kernels.changed_kernels import check_changed_kernels
-from ..kernels.compilation_mutants import check_compilation_mutants
+from ..kernels.compilation_mutants import COMPILATION_MUTANTS, check_compilation_mutants
 from ..kernels.floors import HOLDS, Found, floors_with, kernel_floors
+from ..kernels.product_mutants import PRODUCT_MUTANTS
 from .report import Report, read_report
 
 C_SOURCE = Path(__file__).resolve().parents[2] / "backend/transport/symmetric/csrc/shared_memory.c"
@@ -28,9 +30,21 @@ COLUMNS = ("interpreted", "PTX executed", "assembled", "model-checked", "device"
 SEEN_BY_NO_FLOOR = (
     ("co-residency of blocks", "blocks run one after the other, interpreted or as PTX"),
     ("order across a fabric", "processes of one host share a cache"),
-    ("a thread that writes too early what others of its block still read", "executed PTX goes in step"),
+    (
+        "a thread that writes too early into a buffer of a rank what others of its block still read",
+        "threads that are left over in a small block read what others write, and throw it away",
+    ),
+    (
+        "a barrier less where a product holds values of its tree",
+        "in the code that is compiled, others lie there: of products, of changes of layout",
+    ),
     ("order of a switch's additions", "the model of multimem adds in the order of the ranks"),
-    ("bits of tensor cores", "no kernel here uses them"),
+    (
+        "bits of tensor cores inside a leaf",
+        "their order and roundings are not published: the model rounds the exact sum of an instruction once, and "
+        "cases have numbers for which that is the same",
+    ),
+    ("wgmma and tcgen05, by which products are made on sm_90 and sm_100", "the code for sm_80 is carried out"),
 )
 
 
@@ -51,7 +65,11 @@ def wrong_on_purpose() -> list[tuple[str, str, str]]:
         ),
         *(
             (name, "a kernel's compilation", "; ".join(f"{floor}: {words}" for floor, words in floors.items()))
-            for name, floors in check_compilation_mutants().items()
+            for name, floors in check_compilation_mutants(COMPILATION_MUTANTS).items()
+        ),
+        *(
+            (name, "a product's source", "; ".join(f"{floor}: {words}" for floor, words in floors.items()))
+            for name, floors in check_compilation_mutants(PRODUCT_MUTANTS).items()
         ),
     ]
 
@@ -70,8 +88,10 @@ def page(
     reports: Sequence[Report],
     date: str,
     others: Mapping[str, Found] | None = None,
+    amd: Mapping[str, str] | None = None,
 ) -> str:
-    """The page, as Markdown. `others` is what was found with other versions of Triton."""
+    """The page, as Markdown. `others` is what was found with other versions of Triton, `amd` what `compiled_for_amd`
+    found."""
     heads = "| kernel | " + " | ".join(COLUMNS) + " |\n|---|" + "---|" * len(COLUMNS)
     rows = [
         f"| `{kernel}` | " + " | ".join(_cell(kernel, column, floors, reports) for column in COLUMNS) + " |"
@@ -87,15 +107,16 @@ def page(
             f"Written by `python -m shardproof.verify.doctor.status` on {date}, with {words}.",
             "",
             "*interpreted*: by Triton's interpreter, on processes that share memory. *PTX executed*: the code compiled",
-            "for sm_90, instruction by instruction on the CPU, on such processes. *assembled*: for sm_80, sm_90 and",
-            "sm_100, within the limits of registers, spills and vector width that each kernel declares.",
-            "*model-checked*: the barriers read back from the compiled code, explored under a weak memory model.",
-            "*device*: in a report of `shardproof doctor --gpus`.",
+            "for sm_90, or for the GPU named below, instruction by instruction on the CPU, on such processes.",
+            "*assembled*: the code of a launch for sm_80, sm_90 and sm_100, within the limits of registers, spills and",
+            "vector width that each kernel declares. *model-checked*: the barriers read back from the compiled code,",
+            "explored under a weak memory model. *device*: in a report of `shardproof doctor --gpus`.",
             "",
             heads,
             *rows,
             "",
             *_not_on(list(found)),
+            *_for_amd(amd or {}),
             *_with_others(others or {}),
             "## Wrong on purpose",
             "",
@@ -108,7 +129,7 @@ def page(
 
 
 def _not_on(kernels: Sequence[str]) -> list[str]:
-    """Why kernels do not stand on a floor, a line for each reason."""
+    """Why kernels do not stand on a floor, or with the code for another GPU, a line for each reason."""
     from ...backend.kernels.catalog import KERNELS
 
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -116,7 +137,25 @@ def _not_on(kernels: Sequence[str]) -> list[str]:
         for floor, why in kernel.not_on.items():
             reasons.setdefault((floor, why), []).append(f"`{kernel.name}`")
     lines = [f"Not {floor}: {', '.join(names)}. {why}." for (floor, why), names in reasons.items()]
+    lines += [
+        f"PTX executed for sm_{each.executed_architecture}: `{each.name}`. {each.executed_because}."
+        for each in KERNELS
+        if each.name in kernels and each.executed_because
+    ]
     return [*lines, ""] if lines else []
+
+
+def _for_amd(amd: Mapping[str, str]) -> list[str]:
+    """Which kernels Triton compiles for AMD."""
+    if not amd:
+        return []
+    compiled = ", ".join(f"`{kernel}`" for kernel, wrong in amd.items() if not wrong)
+    wrong = "".join(f" **Not** `{kernel}`: {words}." for kernel, words in amd.items() if words)
+    return [
+        f"For {GFX942} (AMD's MI300) Triton makes code of {compiled or 'none'}, without spilled vector registers; "
+        f"it is neither run nor read.{wrong} Kernels by multicast have instructions of NVIDIA's.",
+        "",
+    ]
 
 
 def _with_others(others: Mapping[str, Found]) -> list[str]:
@@ -155,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {name: importlib.metadata.version(name) for name in ("triton", "torch", "numpy")}
     wrong = wrong_on_purpose()
     others = dict(floors_with(folder) for folder in args.triton)
-    text = page(found, wrong, versions, reports, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), others)
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    text = page(found, wrong, versions, reports, date, others, compiled_for_amd())
     if args.write is None:
         sys.stdout.write(text)
     else:

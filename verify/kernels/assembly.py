@@ -7,50 +7,32 @@ It needs no GPU: ptxas, cuobjdump and nvdisasm come with Triton. Kernels are com
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...backend.kernels.kernel import Kernel
-from ...core.base.reduction import merges_of
+from .ptx_counts import chained, copied_bytes, fused, multiplied, stored_bytes, vector_bytes
+
+if TYPE_CHECKING:
+    from .launches import LaunchOf
 
 ARCHITECTURES = (80, 90, 100)
 """Compute capability times ten: A100, H100 and H200, B200."""
 
-WORLD = 8
-TYPES = {
-    "table": "u64",
-    "pads": "u64",
-    "multicast": "u64",
-    "out": "*bf16",
-    "n": "i64",
-    "rank": "i32",
-    "tensors": "*i64",
-    "counts": "*i32",
-    "width": "i64",
-    "residual": "*bf16",
-    "weight": "*bf16",
-    "tokens": "i32",
-    "hidden": "i64",
-    "eps": "fp32",
-}
-"""Of a kernel's arguments. Pointers, and sizes that are multiples of 16, are known as such, as in a launch of them."""
-
-MULTIPLES = ("n", "width", "hidden")
-PACKED = 8
-"""Elements of bf16 that 16 bytes hold: a thread has one such pack of a block."""
-
 
 @dataclass(frozen=True)
 class Assembled:
-    """One kernel for one architecture: registers of a thread, spilled loads and stores, shared memory of a block, the
-    widest load of a peer's memory in bytes, the PTX, and its operations that are products and sums in one or that
-    ptxas may make so: those that do not ask for a rounding of their own (PTX ISA, "add")."""
+    """One launch of a kernel for one architecture: registers of a thread, spilled loads and stores, shared memory of a
+    block, the widest load of a peer's memory or the narrowest of a product's operands in bytes, the PTX, and its
+    operations that are products and sums in one or that ptxas may make so: those that do not ask for a rounding of
+    their own (PTX ISA, "add"), but for those of which a leaf of fp32 is made. `others` are what else is wrong."""
 
     kernel: str
     architecture: int
@@ -60,76 +42,74 @@ class Assembled:
     vector_bytes: int
     fused: int
     ptx: str
+    form: str = ""
+    others: tuple[str, ...] = ()
 
     def why_not(self, kernel: Kernel) -> str:
         """What is beyond the kernel's limits; empty where nothing is."""
-        limits, found = kernel.limits, []
+        limits, found = kernel.limits, list(self.others)
         if self.registers > limits.registers:
             found.append(f"{self.registers} registers are more than {limits.registers}")
         if self.spills > limits.spills:
             found.append(f"{self.spills} spilled loads and stores are more than {limits.spills}")
         if self.vector_bytes < limits.vector_bytes:
-            found.append(f"peers are read {self.vector_bytes} bytes at a time, not {limits.vector_bytes}")
+            of = "peers" if kernel.meets else "operands"
+            found.append(f"{of} are read {self.vector_bytes} bytes at a time, not {limits.vector_bytes}")
         if kernel.exact and self.fused:
             found.append(f"{self.fused} products and sums are one operation or may become one")
-        return "; ".join(found)
+        return ": ".join([self.form] * bool(self.form and found) + ["; ".join(found)])
 
 
-def constants_of(kernel: Kernel) -> dict[str, Any]:
-    """What is compiled in, for `WORLD` ranks of one leaf each."""
-    import triton.language as tl
+def assembled(kernel: Kernel, architecture: int) -> list[Assembled]:
+    """Compiles the launches of a kernel here."""
+    from .launches import launches_of
 
-    known = {
-        "WORLD": WORLD,
-        "BLOCK": kernel.num_warps * 32 * PACKED,
-        "NODES": (1,) * WORLD,
-        "MERGES": merges_of(WORLD, [(leaf, leaf + 1) for leaf in range(WORLD)]),
-        "LEAF": tl.bfloat16,
-        "UNITS_OF": (16, 4, 1),
-    }
-    return {name: known[name] for name in kernel.function.arg_names if name in known}
+    return [_assembled(launch, architecture) for launch in launches_of(kernel, architecture)]
 
 
-def assembled(kernel: Kernel, architecture: int, changes: Mapping[str, Any] | None = None) -> Assembled:
-    """Compiles a kernel here; `changes` are other options of the compiler."""
-    from .compiling import compiled
+def _assembled(launch: LaunchOf, architecture: int) -> Assembled:
+    from .compiling import compiled_launch
 
-    constants, names = constants_of(kernel), kernel.function.arg_names
-    types = {name: TYPES[name] for name in names if name not in constants}
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if name in types and (types[name].startswith("*") or name in MULTIPLES)
-    }
-    types |= dict.fromkeys(constants, "constexpr")
-    made = compiled(kernel, types, constants, aligned, architecture=architecture, changes=changes)
+    kernel = launch.kernel
+    made = compiled_launch(kernel, launch.arguments, launch.constants, architecture)
     ptx, usage = made.asm["ptx"], _usage(made.asm["cubin"])
+    of = _of_product(launch, ptx) if "TILE_M" in launch.constants else Counted(vector_bytes(ptx), fused(ptx))
     return Assembled(
         kernel=kernel.name,
         architecture=architecture,
         registers=usage["registers"],
         spills=usage["spills"],
         shared_bytes=made.metadata.shared,
-        vector_bytes=vector_bytes(ptx),
-        fused=fused(ptx),
+        vector_bytes=of.vector_bytes,
+        fused=of.fused,
         ptx=ptx,
+        form=launch.form,
+        others=of.others,
     )
 
 
-def fused(ptx: str) -> int:
-    """How many products and sums of fp32 are one operation, or are left to ptxas to make one."""
-    return len(re.findall(r"\b(?:fma\.rn|add|sub|mul)(?:\.ftz)?\.f32\b", ptx))
+class Counted(NamedTuple):
+    """What is counted in PTX."""
+
+    vector_bytes: int
+    fused: int
+    others: tuple[str, ...] = ()
 
 
-def vector_bytes(ptx: str) -> int:
-    """The widest load of global memory; one of a 64-bit address is none."""
-    widths = []
-    for opcode in re.findall(r"\bld\.global[\w.:]*", ptx):
-        *parts, element = opcode.split(".")
-        count = next((int(part[1]) for part in parts if re.fullmatch(r"v\d", part)), 1)
-        if (count, element) != (1, "b64"):
-            widths.append(count * int(element[1:]) // 8)
-    return max(widths, default=0)
+def _of_product(launch: LaunchOf, ptx: str) -> Counted:
+    """A tile is multiplied by tensor cores where operands have 16 bits, else by one operation a term; results are
+    written 16 bytes at a time."""
+    num_warps, others = launch.kernel.num_warps, []
+    tile = tuple(launch.constants[f"TILE_{dim}"] for dim in "MNK")
+    due, in_chains = math.prod(tile), chained(ptx, 32 * num_warps)
+    by_cores = launch.arguments["left"].element_size() == 2
+    found = multiplied(ptx, num_warps, tile) if by_cores else in_chains
+    if not found or found % due:
+        how = "by tensor cores" if by_cores else "in sequence"
+        others.append(f"{found:,} terms are multiplied {how} for {due:,} of a tile")
+    if (stored := stored_bytes(ptx)) != 16:
+        others.append(f"results are written {stored} bytes at a time, not 16")
+    return Counted(copied_bytes(ptx), fused(ptx) - (0 if by_cores else in_chains // (32 * num_warps)), tuple(others))
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
@@ -154,7 +134,7 @@ def assemble(names: Sequence[str] = (), architectures: Iterable[int] = ARCHITECT
     done = subprocess.run(command, input=asked, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"kernels are not compiled: {done.stderr[-2000:]}")
-    return [Assembled(**each) for each in json.loads(done.stdout)]
+    return [Assembled(**{**each, "others": tuple(each["others"])}) for each in json.loads(done.stdout)]
 
 
 def main() -> None:
@@ -164,9 +144,10 @@ def main() -> None:
     names, architectures = json.loads(sys.stdin.read())
     kernels = [kernel for kernel in KERNELS if not names or kernel.name in names]
     found = [
-        assembled(kernel, architecture)
+        each
         for kernel in kernels
         for architecture in architectures
         if architecture >= kernel.least_architecture
+        for each in assembled(kernel, architecture)
     ]
     json.dump([asdict(each) for each in found], sys.stdout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .processes import Peer
 from .products_story import sizes_of
@@ -24,6 +25,9 @@ WHOLE_UNITS = ("add_norm_gather_multicast",)
 
 PRODUCTS = ("exact_product",)
 """Kernels that meet no peer: one rank runs their cases."""
+
+OF_PRODUCTS = ((1, 1, 1, 1), (16, 1, 16, 1), (7, 48, 48, 3), (70, 67, 33, 2), (64, 64, 256, 8))
+"""Rows, columns, k and leaves."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def few_cases(
     if kernel in PRODUCTS:
         return tuple(_of_products(kernel, block, num_blocks, compiled))
     n, width = _odd_size(kernel, block, num_blocks)
-    shape = {"n": n, "width": width, "block": block, "num_blocks": num_blocks}
+    shape: dict[str, Any] = {"n": n, "width": width, "block": block, "num_blocks": num_blocks}
     found = [Case(kernel, world_size, dtype, **shape) for dtype in DTYPES]
     if kernel in SUMS:
         found.append(Case(kernel, world_size, "bf16", leaves=2 * world_size + 1, **shape))
@@ -85,15 +89,9 @@ def all_cases(
     """Every size about the edges of blocks and of 16 bytes, in both types, with one leaf a rank and with more."""
     yield from few_cases(kernel, world_size, block=block, num_blocks=num_blocks, compiled=compiled)
     if kernel in PRODUCTS:
-        for case in _of_products(kernel, block, num_blocks, compiled):
-            for n, width, k, leaves in (
-                (1, 1, 1, 1),
-                (16, 1, 16, 1),
-                (7, 48, 48, 3),
-                (70, 67, 33, 2),
-                (64, 64, 256, 8),
-            ):
-                yield replace(case, n=n, width=width, k=k, leaves=leaves)
+        few = list(_of_products(kernel, block, num_blocks, compiled))
+        for n, width, k, leaves in OF_PRODUCTS:
+            yield from dict.fromkeys(replace(case, n=n, width=width, k=k, leaves=leaves) for case in few)
         return
     edge = block * num_blocks
     shapes = (

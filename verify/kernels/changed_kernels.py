@@ -15,7 +15,7 @@ from ...core.base.files import read_text
 from .barrier_mutants import KERNEL_MUTANTS, MULTICAST_MUTANTS
 
 KERNELS = Path(__file__).resolve().parents[2] / "backend" / "kernels"
-FILES = ("peers", "tree", "meet", "collectives", "multicast")
+FILES = ("peers", "tree", "meet", "collectives", "multicast", "products")
 UNCHANGED = "unchanged"
 
 

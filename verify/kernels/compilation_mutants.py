@@ -4,6 +4,8 @@ executed" by its bits or because the bits of an instruction are left open."""
 from __future__ import annotations
 
 import json
+import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -44,7 +46,7 @@ class ChangedKernel(Kernel):
 class CompilationMutant:
     """A kernel of the catalog with other options of the compiler, or with a `file` in which `before` is `after`.
 
-    `finds` has, of each floor that must find it, words that the floor says.
+    `finds` has, of each floor that must find it, words that the floor says; others are not asked.
     """
 
     name: str
@@ -94,26 +96,31 @@ COMPILATION_MUTANTS = (
 )
 
 
-def check_compilation_mutants() -> dict[str, dict[str, str]]:
-    """What is said of each mutant by the floors that find it, in the order assembled, PTX executed."""
+def check_compilation_mutants(mutants: Sequence[CompilationMutant]) -> dict[str, dict[str, str]]:
+    """What is said of each mutant by the floors that must find it, in the order assembled, PTX executed; nothing where
+    they do not."""
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    asked = [mutant for mutant in mutants if "assembled" in mutant.finds]
+    done = subprocess.run(command, input=pickle.dumps(asked), capture_output=True)
     if done.returncode:
-        raise RuntimeError(f"kernels are not compiled: {done.stderr[-2000:]}")
-    found: dict[str, dict[str, str]] = {
-        name: {"assembled": words} if words else {} for name, words in json.loads(done.stdout).items()
-    }
+        raise RuntimeError(f"kernels are not compiled: {done.stderr.decode()[-2000:]}")
+    by_assembly = json.loads(done.stdout)
+    found: dict[str, dict[str, str]] = {mutant.name: {} for mutant in mutants}
     with Peers(2, floor=PTX_EXECUTED, environment={}) as peers:
-        for mutant in COMPILATION_MUTANTS:
-            if words := _executed(peers, mutant):
+        for mutant in mutants:
+            if words := by_assembly.get(mutant.name):
+                found[mutant.name]["assembled"] = words
+            if "PTX executed" in mutant.finds and (words := _executed(peers, mutant)):
                 found[mutant.name]["PTX executed"] = words
     return found
 
 
 def main() -> None:
-    """The process of `check_compilation_mutants`: what the floor "assembled" says of each, on standard output."""
+    """The process of `check_compilation_mutants`: mutants on standard input, what the floor "assembled" says of each on
+    standard output."""
+    mutants: list[CompilationMutant] = pickle.load(sys.stdin.buffer)
     with tempfile.TemporaryDirectory() as folder:
-        found = {mutant.name: _assembled(mutant, Path(folder)) for mutant in COMPILATION_MUTANTS}
+        found = {mutant.name: _assembled(mutant, Path(folder) / str(number)) for number, mutant in enumerate(mutants)}
     json.dump(found, sys.stdout)
 
 
@@ -121,17 +128,20 @@ def _assembled(mutant: CompilationMutant, folder: Path) -> str:
     from ...backend.kernels.catalog import kernel
     from .assembly import assembled
 
-    return assembled(mutant.kernel_in(folder), ARCHITECTURE).why_not(kernel(mutant.kernel))
+    folder.mkdir()
+    found = assembled(mutant.kernel_in(folder), ARCHITECTURE)
+    return "; ".join(words for each in found if (words := each.why_not(kernel(mutant.kernel))))
 
 
 def _executed(peers: Peers, mutant: CompilationMutant) -> str:
     from .cases import few_cases
 
-    for case in few_cases(mutant.kernel, peers.world_size):
+    for case in few_cases(mutant.kernel, peers.world_size, compiled=True):
         try:
-            outcomes = peers.run(run_changed, case, mutant)
+            outcomes = peers.run(run_changed, case, mutant, world_size=case.world_size)
         except PeerFailed as error:
-            return f"refused: {str(error).strip().splitlines()[-1].partition(': ')[2].rstrip('.')}"
+            words = str(error).strip().splitlines()[-1].partition(": ")[2].rstrip(".")
+            return f"refused: {re.sub(' at 0x[0-9a-f]+', '', words)}"
         if wrong := sum(outcome.wrong_bits for outcome in outcomes):
             return f"{wrong} bits are wrong"
     return ""
@@ -151,6 +161,7 @@ def run_changed(peer: Peer, case: Any, mutant: CompilationMutant) -> Any:
             constants: Mapping[str, Any],
             reached: Sequence[Tensor] = (),
         ) -> None:
-            peer.launch(changed, num_blocks, arguments, constants, reached)
+            ours = replace(changed, num_warps=kernel.num_warps)
+            peer.launch(ours, num_blocks, arguments, constants, reached)
 
         return run_case(replace(peer, launch=launch), case)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from ...backend.kernels.kernel import Kernel
 Types = Mapping[str, str]
 """Of a kernel's arguments, such as `*bf16` or `i64`; `constexpr` for what is compiled in."""
 
+Architecture = int | str
+"""Compute capability times ten, or a name of AMD's, such as gfx942."""
+
 
 def compiled(
     kernel: Kernel,
@@ -29,16 +33,14 @@ def compiled(
     constants: Mapping[Any, Any],
     attributes: Mapping[Any, Any] | None = None,
     *,
-    architecture: int,
-    changes: Mapping[str, Any] | None = None,
+    architecture: Architecture,
 ) -> Any:
-    """Triton's compiled kernel, with its PTX and its code for that architecture (compute capability times ten).
+    """Triton's compiled kernel, with its PTX and its code for that architecture.
 
-    `attributes` say of an argument, by its path, that it is a multiple of 16; `changes` are other options of the
-    compiler than the kernel's.
+    `attributes` say of an argument, by its path, that it is a multiple of 16.
     """
     source = ASTSource(fn=kernel.function, signature=dict(types), constexprs=dict(constants), attrs=attributes)
-    return triton.compile(source, target=_target(architecture), options={**kernel.options, **(changes or {})})
+    return triton.compile(source, target=_target(architecture), options=dict(kernel.options))
 
 
 @dataclass(frozen=True)
@@ -57,33 +59,64 @@ NUM_LOCKS = 32
 _CODE: dict[tuple[Any, ...], LaunchCode] = {}
 
 
+def compiled_launch(
+    kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: Architecture
+) -> Any:
+    """Triton's compiled kernel as a launch with these arguments compiles it: types from the values, and whether
+    pointers and whole numbers are multiples of 16 or 1, by Triton's own rules. Raises `RuntimeError` where Triton
+    interprets."""
+    return _Specialized(kernel, arguments, constants, architecture).compiled()
+
+
 def code_of_launch(
-    kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: int
+    kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: Architecture
 ) -> LaunchCode:
-    """What Triton would compile when a kernel is launched with these arguments: types from the values, and whether
-    pointers and whole numbers are multiples of 16, by Triton's own rules.
+    """What `compiled_launch` compiles.
 
     Each such code is compiled once in a process, and once by all processes of this machine while it is in Triton's
     cache on disk. Raises `RuntimeError` where Triton interprets or the kernel needs memory that a launch allocates.
     """
-    function = kernel.function
-    if not isinstance(function, JITFunction):
-        raise RuntimeError(f"{kernel.name} is interpreted: unset TRITON_INTERPRET before Triton is loaded.")
-    backend = make_backend(_target(architecture))
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    given = {**arguments, **constants}
-    bound, specialization, _ = bind(**given)
-    described = (sorted(kernel.options.items()), sorted(constants.items()), specialization)
-    key = (function, architecture, repr(described))
+    special = _Specialized(kernel, arguments, constants, architecture)
+    key = (kernel.function, architecture, special.described)
     if key not in _CODE:
-        options = dict(kernel.options)
-        _, types, compiled_in, attributes = function._pack_args(
-            backend, {**given, **options}, bound, specialization, options
-        )
-        with _one_process(repr((kernel.name, function.cache_key, architecture, described))):
-            made = compiled(kernel, types, compiled_in, attributes, architecture=architecture)
-        _CODE[key] = _launch_code(kernel, made, types)
+        with _one_process(repr((kernel.name, kernel.function.cache_key, architecture, special.described))):
+            made = special.compiled()
+        _CODE[key] = _launch_code(kernel, made, special.types)
     return _CODE[key]
+
+
+class _Specialized:
+    """What Triton makes of a launch's arguments; `described` is equal for launches with the same code."""
+
+    def __init__(
+        self, kernel: Kernel, arguments: Mapping[str, Any], constants: Mapping[str, Any], architecture: Architecture
+    ):
+        function = kernel.function
+        if not isinstance(function, JITFunction):
+            raise RuntimeError(f"{kernel.name} is interpreted: unset TRITON_INTERPRET before Triton is loaded.")
+        self._kernel, self._architecture = kernel, architecture
+        self._backend = make_backend(_target(architecture))
+        bind = create_function_from_signature(function.signature, function.params, self._backend)
+        self._given = {**arguments, **constants}
+        self._bound, self._specialization, _ = bind(**self._given)
+        self.described = repr((sorted(kernel.options.items()), sorted(constants.items()), self._specialization))
+
+    @cached_property
+    def _packed(self) -> tuple[Types, Mapping[Any, Any], Mapping[Any, Any]]:
+        options = dict(self._kernel.options)
+        _, types, constants, attributes = self._kernel.function._pack_args(
+            self._backend, {**self._given, **options}, self._bound, self._specialization, options
+        )
+        return types, constants, attributes
+
+    @property
+    def types(self) -> Types:
+        """Of the arguments."""
+        return self._packed[0]
+
+    def compiled(self) -> Any:
+        """Compiles it, or finds it in Triton's cache."""
+        return compiled(self._kernel, *self._packed, architecture=self._architecture)
 
 
 def _launch_code(kernel: Kernel, made: Any, types: Types) -> LaunchCode:
@@ -93,8 +126,8 @@ def _launch_code(kernel: Kernel, made: Any, types: Types) -> LaunchCode:
     return LaunchCode(str(made.asm["ptx"]), int(made.metadata.shared), names)
 
 
-def _target(architecture: int) -> GPUTarget:
-    return GPUTarget("cuda", architecture, 32)
+def _target(architecture: Architecture) -> GPUTarget:
+    return GPUTarget("hip", architecture, 64) if isinstance(architecture, str) else GPUTarget("cuda", architecture, 32)
 
 
 @contextmanager

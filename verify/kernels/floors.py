@@ -83,6 +83,6 @@ def _run(kernels: Sequence[str], peers: Sequence[int], launcher: str, environmen
                     if not all(rank.right for rank in processes.run(run_case, case, world_size=case.world_size))
                 ]
                 found[kernel] = f"wrong: {', '.join(wrong)}" if wrong else HOLDS
-            except (PeerFailed, PeersMissing) as error:
+            except (PeerFailed, PeersMissing, OSError) as error:  # or all peers have ended before
                 found[kernel] = str(error).strip().splitlines()[-1]
     return found

@@ -54,7 +54,8 @@ def _in_sequence(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     left, right = left_MK.float().numpy(), right_KN.float().numpy()
     total = np.zeros((len(left), right.shape[1]), np.float32)
     for k in range(len(right)):
-        total = fused(*np.broadcast_arrays(left[:, k, None], right[None, k]), total)
+        a, b = np.broadcast_arrays(left[:, k, None], right[None, k])
+        total = fused(a, b, total)
     return torch.from_numpy(total)
 
 

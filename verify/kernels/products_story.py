@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...backend.kernels.exact_products import TILES, ExactProducts, Rows, Tile, Tiles, TileTable
+from ...backend.kernels import catalog
+from ...backend.kernels.exact_products import TILES, ExactProducts, Rows, Tile, Tiles, TileTable, tiles_for
 from ...core.base.reduction import Node, maximal_nodes
 from .oracle import different_bits, generator_of, numbers, tree_products
 from .processes import Peer
@@ -27,23 +28,29 @@ AS_LAUNCHED = 1024
 """Blocks of a case from which on tiles are those of a launch."""
 
 SMALL_TILES: TileTable = {
-    torch.bfloat16: Tiles(Tile(32, 64, 16, num_warps=4), Tile(32, 32, 16, parts=2, num_warps=4)),
+    torch.bfloat16: Tiles(Tile(32, 64, 16, num_warps=4), Tile(32, 64, 32, parts=2, num_warps=4)),
     torch.float32: Tiles(Tile(32, 32, 16, parts=2, num_warps=4), Tile(32, 16, 16, num_warps=4)),
 }
 NUM_SAMPLES = 2
 
 
-def tiles_of(block: int) -> TileTable:
-    """The tiles of cases with blocks of that size."""
-    return TILES if block >= AS_LAUNCHED else SMALL_TILES
+def tiles_of(block: int, device: torch.device) -> TileTable:
+    """The tiles of cases with blocks of that size, on a GPU or as executed PTX."""
+    if block < AS_LAUNCHED:
+        return SMALL_TILES
+    if device.type != "cuda":
+        return tiles_for(catalog.kernel("exact_product").executed_architecture)
+    major, minor = torch.cuda.get_device_capability(device)
+    return tiles_for(10 * major + minor)
 
 
 class Call:
     """A numbered call of a case, and the products that it makes."""
 
     def __init__(self, peer: Peer, case: Case, call: int):
-        self.case, self._device, self._seed = case, peer.memory.own.device, (call, peer.memory.rank)
-        self.products = ExactProducts(peer.launch, case.num_blocks, tiles_of(case.block))
+        self.case, self._device = case, peer.memory.own.device
+        self._seed: tuple[int, ...] = (call, peer.memory.rank)
+        self.products = ExactProducts(peer.launch, case.num_blocks, tiles_of(case.block, self._device))
         unit = math.gcd(16, case.k)
         self.leaf = -(-case.k // (case.leaves * unit)) * unit
         self.margin = unit
@@ -68,7 +75,7 @@ class Call:
             return numbers(self._seed, math.prod(shape), self.case.type).view(shape)
         generator = generator_of(self._seed)
         whole = torch.randint(-8, 9, shape, generator=generator).float()
-        powers = torch.exp2(torch.randint(-10, 11, (len(runs),), generator=generator).float())
+        powers = torch.exp2(torch.randint(-16, 17, (len(runs),), generator=generator).float())
         scale = powers.repeat_interleave(torch.tensor(runs))
         return (whole * scale.view([-1 if dim == along else 1 for dim in range(len(shape))])).to(self.case.type)
 
@@ -179,7 +186,8 @@ def exact_product(peer: Peer, case: Case, call: int) -> int:
 def sizes_of(dtype: torch.dtype, block: int) -> Iterator[dict[str, int]]:
     """Rows, columns, k and leaves of the cases that find most: more than a tile of each with an odd rest, and with
     multiples of 16 elements, which are copied 16 bytes at a time."""
-    tiles = tiles_of(block)[dtype]
+    tiles = (SMALL_TILES if block < AS_LAUNCHED else TILES)[dtype]
     m, n, k = (max(sizes) for sizes in zip(tiles.whole[:3], tiles.summed[:3], strict=True))
-    yield {"n": m + 5, "width": n + 3, "k": 4 * (k + 3) + 2, "leaves": 5}
-    yield {"n": m + 16, "width": n + 16, "k": 4 * 2 * k + 16, "leaves": 5}
+    odd, even = k + 3, 16 * (k // 16 + 1)
+    yield {"n": m + 5, "width": n + 3, "k": 5 * odd - 2, "leaves": 5}
+    yield {"n": m + 16, "width": n + 16, "k": 7 * even + 16, "leaves": 8}

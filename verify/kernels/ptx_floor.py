@@ -39,7 +39,7 @@ def launcher(ground: Ground, architecture: int | None = None) -> Launcher:
                 num_blocks=num_blocks,
                 num_threads=ready.program.num_threads,
                 shared_bytes=code.shared_bytes,
-                memory=Memory([*_regions(ground), *_of_tensors({**tensors, **others})]),
+                memory=Memory([*_regions(ground), *_of_tensors({**tensors, **others}, not kernel.meets)]),
                 failed=ground.failed,
                 multicast=Multicast(MULTICAST, PAD_BYTES, BUFFER_BYTES, ground.buffers),
             )
@@ -71,8 +71,8 @@ def _regions(ground: Ground) -> Sequence[Region]:
     ]
 
 
-def _of_tensors(tensors: Mapping[str, Tensor]) -> Sequence[Region]:
-    return [Region(name, each.data_ptr(), _extent(each)) for name, each in tensors.items()]
+def _of_tensors(tensors: Mapping[str, Tensor], notes_reads: bool) -> Sequence[Region]:
+    return [Region(name, each.data_ptr(), _extent(each), notes_reads=notes_reads) for name, each in tensors.items()]
 
 
 def _extent(tensor: Tensor) -> int:

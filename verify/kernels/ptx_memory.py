@@ -22,12 +22,14 @@ class MemoryFault(RuntimeError):
 
 @dataclass
 class Region:
-    """`size` bytes from address `begin` on, called `name` in errors."""
+    """`size` bytes from address `begin` on, called `name` in errors. `notes_reads` says that a thread may not write
+    what another has read since the last barrier."""
 
     name: str
     begin: int
     size: int
     is_writable: bool = True
+    notes_reads: bool = False
     words: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
     first: int = field(init=False)
     """The address of the first word in each of `words`, a multiple of `LINE`; so all words are aligned."""
@@ -45,7 +47,7 @@ class Shared(Region):
     """Shared memory of a block: addresses count from 0. It begins with a pattern: nobody may rely on zeros."""
 
     def __init__(self, size: int) -> None:
-        super().__init__("shared memory", 0, 0)
+        super().__init__("shared memory", 0, 0, notes_reads=True)
         self.size = size
         self._map(np.full(-(-size // LINE) * LINE, 0xA5, np.uint8))
 
@@ -145,7 +147,7 @@ def _note(
 ) -> None:
     if users is not None:
         offsets = addresses - np.uint64(region.begin)
-        users.races.note(id(region), region.size, region.name, users.threads[chosen], offsets, num_bytes, writes)
+        users.races.note(region, users.threads[chosen], offsets, num_bytes, writes)
 
 
 def _index(region: Region, addresses: Array, width: int) -> Array:

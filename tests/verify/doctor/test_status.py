@@ -15,6 +15,15 @@ def test_a_floor_that_does_not_hold_and_a_mutant_that_nobody_finds_stand_out() -
     assert "| another | the table | **none** |" in page
 
 
+def test_what_is_compiled_for_amd_and_the_code_that_is_carried_out_are_named() -> None:
+    page = status.page(
+        {"exact_product": {}}, [], {}, [], "2026-01-01", amd={"exact_product": "", "all_gather": "no code"}
+    )
+    assert "PTX executed for sm_80: `exact_product`. For sm_90 it multiplies by wgmma" in page
+    assert "Triton makes code of `exact_product`" in page and "**Not** `all_gather`: no code." in page
+    assert "MI300" not in status.page(FOUND, [], {}, [], "2026-01-01")
+
+
 def test_other_versions_of_triton_are_a_table_of_their_own() -> None:
     others = {"3.6.0": {"a": {"interpreted": "ok", "assembled": "ok"}, "b": {"interpreted": "wrong"}}}
     page = status.page(FOUND, [], {"triton": "3.9.0"}, [], "2026-01-01", others)

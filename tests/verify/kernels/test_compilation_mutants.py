@@ -14,14 +14,17 @@ from shardproof.verify.kernels.compilation_mutants import (
     check_compilation_mutants,
 )
 from shardproof.verify.kernels.processes import PTX_EXECUTED, Peers
+from shardproof.verify.kernels.product_mutants import PRODUCT_MUTANTS
+
+MUTANTS = (*COMPILATION_MUTANTS, *PRODUCT_MUTANTS)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, str]]:
-    return check_compilation_mutants()
+    return check_compilation_mutants(MUTANTS)
 
 
-@pytest.mark.parametrize("mutant", COMPILATION_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_wrong_compilation_is_found(found: dict[str, dict[str, str]], mutant: CompilationMutant) -> None:
     said = found[mutant.name]
     assert set(said) == set(mutant.finds)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.backend.kernels.exact_products import TILES
+from shardproof.backend.kernels.exact_products import tiles_for
 from shardproof.backend.kernels.kernel import Kernel
 from shardproof.verify.kernels.cases import few_cases, run_case
 from shardproof.verify.kernels.oracle import canonical, tree_products
@@ -54,9 +54,11 @@ def test_another_order_has_other_bits(peers: Peers, case: Any, how: str) -> None
 
 
 def test_cases_of_a_launch_have_its_tiles_and_more_than_one_of_them() -> None:
-    assert tiles_of(AS_LAUNCHED) is TILES and tiles_of(64) is SMALL_TILES
-    for dtype, block in itertools.product(SMALL_TILES, (64, AS_LAUNCHED)):
-        for tile, sizes in itertools.product(tiles_of(block)[dtype], sizes_of(dtype, block)):
+    cpu = torch.device("cpu")
+    assert tiles_of(AS_LAUNCHED, cpu) is tiles_for(80) and tiles_of(64, cpu) is SMALL_TILES
+    of_launch = [(AS_LAUNCHED, tiles_for(architecture)) for architecture in (80, 90)]
+    for dtype, (block, tiles) in itertools.product(SMALL_TILES, [(64, SMALL_TILES), *of_launch]):
+        for tile, sizes in itertools.product(tiles[dtype], sizes_of(dtype, block)):
             assert sizes["n"] > tile.m and sizes["width"] > tile.n and sizes["k"] > 2 * tile.k
 
 

@@ -11,13 +11,16 @@ import torch
 from helpers import kernel_jobs as jobs
 from shardproof.backend.kernels import catalog
 from shardproof.backend.kernels.catalog import KERNELS
-from shardproof.verify.kernels.assembly import vector_bytes
-from shardproof.verify.kernels.cases import OF_ROWS, all_cases, few_cases, run_case
+from shardproof.verify.kernels.cases import OF_ROWS, PRODUCTS, all_cases, few_cases, run_case
+from shardproof.verify.kernels.compilation_mutants import CompilationMutant, run_changed
 from shardproof.verify.kernels.compiling import code_of_launch
 from shardproof.verify.kernels.processes import PTX_EXECUTED, PeerFailed, Peers, PeersMissing
+from shardproof.verify.kernels.products_story import AS_LAUNCHED
+from shardproof.verify.kernels.ptx_counts import copied_bytes, vector_bytes
 from shardproof.verify.kernels.stories import Case
 
 EXECUTED = [kernel.name for kernel in KERNELS if "PTX executed" in kernel.floors]
+MEETING = [name for name in EXECUTED if name not in PRODUCTS]
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +45,57 @@ def test_every_kernel_stands_on_this_floor() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kernel", EXECUTED)
+@pytest.mark.parametrize("kernel", MEETING)
 def test_kernel(peers: Peers, kernel: str, world_size: int) -> None:
     assert wrong(peers, few_cases(kernel, world_size)) == {}
 
 
-@pytest.mark.parametrize("kernel", EXECUTED)
+@pytest.mark.parametrize("case", few_cases("exact_product", 1, compiled=True), ids=str)
+def test_products(peers: Peers, case: Case) -> None:
+    assert wrong(peers, [case]) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", few_cases("exact_product", 1, block=AS_LAUNCHED, compiled=True), ids=str)
+def test_products_with_the_tiles_of_a_launch(peers: Peers, case: Case) -> None:
+    assert wrong(peers, [case]) == {}
+
+
+def test_products_of_multiples_of_16_are_copied_16_bytes_at_a_time(peers: Peers) -> None:
+    """And others by threads, element by element: both are carried out."""
+    odd, even = (case for case in few_cases("exact_product", 1) if case.dtype == "bf16")
+    for case, widths in ((odd, {2}), (even, {8, 16})):  # 8 where a tile has no more for each thread
+        (texts,) = peers.run(jobs.texts_of, case, world_size=1)
+        assert {copied_bytes(text) for text in texts} == widths
+        assert all("mma.sync" in text for text in texts)
+
+
+def test_the_barriers_of_a_product_have_others_next_to_them(peers: Peers) -> None:
+    """So no floor can find that they are missing: they are for compilers that put their own elsewhere."""
+    (case,) = (each for each in few_cases("exact_product", 1) if each.dtype == "bf16" and each.k % 16 == 0)
+    for comment in (
+        "what other threads have left there is there",
+        "other threads have read what lay there",
+    ):
+        mutant = CompilationMutant(
+            comment, "exact_product", {}, file="products", before=f"tl.debug_barrier()  # {comment}", after="pass"
+        )
+        assert peers.run(run_changed, case, mutant, world_size=1)[0].right
+
+
+@pytest.mark.parametrize("kernel", MEETING)
 def test_kernel_with_vectors(peers: Peers, kernel: str) -> None:
     assert wrong(peers, [vectors(kernel, 2)]) == {}
 
 
 @pytest.mark.full
+def test_products_of_every_size(peers: Peers) -> None:
+    assert wrong(peers, all_cases("exact_product", 1, compiled=True)) == {}
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("kernel", EXECUTED)
+@pytest.mark.parametrize("kernel", MEETING)
 def test_kernel_at_every_size(peers: Peers, kernel: str, world_size: int) -> None:
     assert wrong(peers, [*all_cases(kernel, world_size), vectors(kernel, world_size)]) == {}
 
@@ -62,7 +103,7 @@ def test_kernel_at_every_size(peers: Peers, kernel: str, world_size: int) -> Non
 @pytest.mark.full
 def test_the_code_for_an_older_architecture() -> None:
     with Peers(3, floor=f"{PTX_EXECUTED}_sm80", environment={}) as peers:
-        for kernel in (each.name for each in KERNELS if each.least_architecture <= 80):
+        for kernel in (each.name for each in KERNELS if each.least_architecture <= 80 and each.name in MEETING):
             assert wrong(peers, [*few_cases(kernel, 3), vectors(kernel, 2)]) == {}
 
 
@@ -70,7 +111,7 @@ def test_the_code_for_an_older_architecture() -> None:
 @pytest.mark.parametrize("world_size", [5, 8])
 def test_kernels_of_more_peers(world_size: int) -> None:
     with Peers(world_size, floor=PTX_EXECUTED, environment={}, patience_s=300.0) as peers:
-        for kernel in EXECUTED:
+        for kernel in MEETING:
             assert wrong(peers, few_cases(kernel, world_size)) == {}
 
 
@@ -128,10 +169,17 @@ def test_memory_beyond_an_argument_is_refused(peers: Peers) -> None:
         peers.run(jobs.converted_beyond, torch.ones(3), world_size=1)
 
 
-def test_products_of_matrices_are_not_modelled(peers: Peers) -> None:
-    a, b = torch.ones(16, 64, dtype=torch.bfloat16), torch.ones(64, 16, dtype=torch.bfloat16)
+def test_products_by_descriptors_of_shared_memory_are_not_modelled(peers: Peers) -> None:
+    a, b = torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)
     with pytest.raises(PeerFailed, match=r"UnknownInstruction: .*not modelled"):
         peers.run(jobs.multiplied, a, b, world_size=1)
+
+
+def test_products_of_a_warp_are_carried_out(peers: Peers) -> None:
+    generator = torch.Generator().manual_seed(2)
+    a, b = (torch.randint(-8, 9, shape, generator=generator).to(torch.bfloat16) for shape in ((16, 64), (64, 16)))
+    (got,) = peers.run(jobs.multiplied, a, b, world_size=1)
+    assert torch.equal(got, a.float() @ b.float())
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
