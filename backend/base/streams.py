@@ -1,5 +1,5 @@
 """What one stream of a GPU leaves to another: an event that the other one waits for. On a CPU, which does what it is
-told at once, all of it is nothing.
+given at once, all of it is nothing.
 
 A lane is a thread with a stream of its own, so whatever passes from one to another, a tensor, the permission to go on,
 the news that weights are there, carries the moment from which on it holds.

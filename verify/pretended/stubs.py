@@ -78,8 +78,8 @@ def _device(torch: Any, device: Any) -> Any:
 class Work:
     """A collective that goes on: to wait for it is a matter of streams; the values are there when the call returns."""
 
-    def __init__(self, end: Any, carried: Any, kept: Sequence[Any], finish: Callable[[], None]):
-        self._end, self._carried, self._kept, self._finish = end, carried, kept, finish
+    def __init__(self, end: Any, carried: Any, held: Sequence[Any], finish: Callable[[], None]):
+        self._end, self._carried, self._held, self._finish = end, carried, held, finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """The current stream waits; what the call keeps alive is let go of."""
@@ -89,7 +89,7 @@ class Work:
         if self._carried is not None:
             self._carried.wait()
             self._finish()
-        self._carried, self._kept = None, ()
+        self._carried, self._held = None, ()
         return True
 
 
