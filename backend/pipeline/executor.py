@@ -244,6 +244,7 @@ class Executor:
             mail.fail(error)
             raise
         assert not current.saved, f"forwards without a backward: {sorted(current.saved)}"
+        current.clock.settle()
         seconds = current.clock.seconds
         current.trace.spans += [
             Span(self._global_rank, COMPUTE_LANE, action, seconds(start), seconds(end))
