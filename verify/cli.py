@@ -64,6 +64,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ),
     )
     dynamic.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where it is computed: with cuda ranks are threads that share a GPU (default: cpu; cuda with nccl)",
+    )
+    dynamic.add_argument(
         "--inject", metavar="FAULT", help=("break the sharded run on purpose: drop-reduction:RANK:TENSOR")
     )
     mutations = parser.add_argument_group(
@@ -224,6 +229,7 @@ def _prove(args: argparse.Namespace, plan: AnyPlan, facts: Facts) -> Proof:
         return prove(
             plan,
             transport=args.transport,
+            device=args.device,
             steps=args.steps,
             fault=fault,
             facts=facts,

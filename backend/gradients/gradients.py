@@ -13,6 +13,7 @@ from torch import Tensor
 from ...core.layout.stage_parameters import Usage
 from ...core.program.buckets import EXPERTS, WAITING, Bucket
 from ...core.program.expert_tokens import ExpertNodes
+from ..base.streams import used_here
 from ..numerics import Contribution, Numerics
 from ..numerics.context_gradients import ContextGradients
 from ..numerics.contributions import Accumulator, by_sample
@@ -298,6 +299,7 @@ class Gradients:
         ]
         if self._context is not None:
             self._look_at(self._usages)
+            used_here(self._context.held)
             self._finish_owned(tp)
         by_experts = {key: each for key, each in self._sums.items() if self._usages[key].parameter.expert}
         if self._context is not None and self._cp is not None:
@@ -338,6 +340,7 @@ class Gradients:
         found: dict[str, Tensor] = {} if self._parts is None else dict(self._parts.take())
         if self._context is not None and self._buckets:  # a stage without parameters has none
             self._look_at(self._usages)
+            used_here(self._context.held)
             self._finish_owned(tp)
             found = self._reduce_context(copies, samples_of)
         for bucket, keys in self._buckets:
@@ -377,6 +380,7 @@ class Gradients:
         """Notes a gradient of this rank that has elements which are no numbers, before sums over ranks spread them."""
         held = {key: list(each.held) for key, each in self._sums.items() if key in keys and key not in self._looked_at}
         self._looked_at |= held.keys()
+        used_here(tensor for tensors in held.values() for tensor in tensors)
         found, order = not_finite.find(held), list(self._usages)
         if found is not None and (
             self._not_finite is None or order.index(found.name) > order.index(self._not_finite.name)

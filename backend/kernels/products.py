@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-TILES_BESIDE: tl.constexpr = tl.constexpr(8)
+BAND_TILES: tl.constexpr = tl.constexpr(8)
 """Tiles of rows that follow each other before the next columns come, so that both operands are found in the cache."""
 
 PROBLEM_COLUMNS = 6
@@ -156,9 +156,9 @@ def halves(total, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def place_of(tile, tiles_m, tiles_n):
-    """The row and column of a tile of a problem: columns of up to TILES_BESIDE tiles, one after the other."""
-    in_band = TILES_BESIDE * tiles_n
-    first = tile // in_band * TILES_BESIDE
-    beside = tl.minimum(tiles_m - first, TILES_BESIDE)
+    """The row and column of a tile of a problem: columns of up to BAND_TILES tiles, one after the other."""
+    in_band = BAND_TILES * tiles_n
+    first = tile // in_band * BAND_TILES
+    rows = tl.minimum(tiles_m - first, BAND_TILES)
     within = tile % in_band
-    return first + within % beside, within // beside
+    return first + within % rows, within // rows

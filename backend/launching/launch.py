@@ -70,15 +70,17 @@ def run_ranks(
     transport: TransportName = "shm",
     timeout_s: float | None = None,
     stall_s: float | None = None,
+    device: str = "cpu",
 ) -> list[Any]:
     """What `job(transport, payload)` returned on each rank, in rank order.
 
     `job` is a function of a module, and results can be pickled. `transport` chooses processes that share memory (shm),
-    or talk over gloo or NCCL (rank n on GPU n), or threads of one child process (`memory`). Raises `RankFailure` when a
+    or talk over gloo or NCCL (rank n on GPU n), or threads of one child process (`memory`), which compute on
+    `device`. Raises `RankFailure` when a
     rank raises, dies, or is not done within `timeout_s`, and when no rank has come further in its row of a schedule for
     `stall_s`: the failure then says what each waits for.
     """
-    with Workers(world_size, transport) as workers:
+    with Workers(world_size, transport, device=device) as workers:
         return workers.run(job, payload, timeout_s=timeout_s, stall_s=stall_s)
 
 
@@ -117,11 +119,20 @@ class Workers:
     `timeout_s` is the default for each `run`; None waits for ever (ranks that end are noticed at once either way).
     """
 
-    def __init__(self, world_size: int, transport: TransportName = "shm", *, timeout_s: float | None = None):
+    def __init__(
+        self,
+        world_size: int,
+        transport: TransportName = "shm",
+        *,
+        timeout_s: float | None = None,
+        device: str = "cpu",
+    ):
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1.")
         if transport not in (known := get_args(TransportName)):
             raise ValueError(f"transport={transport!r} is not known. Use one of {', '.join(known)}.")
+        if transport != "memory" and device != "cpu":
+            raise ValueError(f"device={device!r} is for ranks that are threads: transport 'memory', not {transport!r}.")
         if os.environ.get(RANK_VARIABLE):
             raise RuntimeError(
                 "this process is a rank, and ranks start no ranks. A script whose own classes or functions are sent to "
@@ -131,6 +142,7 @@ class Workers:
         self.world_size = world_size
         self.transport: TransportName = transport
         self.timeout_s = timeout_s
+        self.device = device
         self._num_jobs = 0
         self._folder = private_folder("workers-")
         self._pool = _server().start_pool(1 if transport == "memory" else world_size)
@@ -181,7 +193,18 @@ class Workers:
         main = _main_module() if modules.pop("__main__", None) else None
         store, folder = str(self._folder / f"job-{self._num_jobs}"), str(Path.cwd())
         return [
-            Job(self.transport, rank, self.world_size, store, modules, main, call, str(board_file), folder)
+            Job(
+                self.transport,
+                rank,
+                self.world_size,
+                store,
+                modules,
+                main,
+                call,
+                str(board_file),
+                folder,
+                self.device,
+            )
             for rank in range(self._pool.size)
         ]
 

@@ -86,7 +86,7 @@ def _run(job: Job) -> tuple[str, bytes | Failure]:
         os.chdir(job.folder)
         function, payload = _load(job)
         if job.transport == "memory":
-            world = MemoryWorld(job.world_size, board=Board.open(job.board_file, job.world_size))
+            world = MemoryWorld(job.world_size, device=job.device, board=Board.open(job.board_file, job.world_size))
             places = world.places
             results = run_threads(world, function, payload)
         else:

@@ -24,6 +24,7 @@ from ...core.model.blocks import layer_prefix
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import expert_bias_name
 from ..base.microbatch import Microbatch
+from ..base.streams import used_here
 from ..numerics import Numerics
 from ..numerics.base import Scalar
 from ..numerics.dropout import uniform
@@ -120,6 +121,7 @@ class Router(nn.Module):
         """int64 [experts]: how many of this rank's tokens of the step chose each, whether it had room or
         not; they are forgotten."""
         counts, self.counts = list(self.counts.values()), {}
+        used_here(counts)
         return torch.stack(counts).sum(0)
 
     def update_bias(self, rate: float) -> None:
@@ -129,6 +131,7 @@ class Router(nn.Module):
         if self.expert_bias is None:
             return
         assert self.step_counts is not None
+        used_here([self.step_counts])
         missing = self.step_counts.sum() - self.step_counts * len(self.step_counts)
         self.expert_bias += torch.sign(missing).to(torch.float32) * rate
         self.step_counts = None

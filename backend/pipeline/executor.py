@@ -23,9 +23,10 @@ from ...core.schedule.action import RECEIVES, SENDS, Action, Kind
 from ...core.schedule.schedule import Schedule
 from ...core.schedule.timeline import COMPUTE_LANE, Span, collective_lane
 from ..base.recorder import Recorder
+from ..base.streams import Moment, now, wait_for
 from ..watch.watch import BACKWARD_LANE, Place, RankWatch
 from .activations import MemoryMeter
-from .messages import Clock, Lane, Mail, MessageChannel, lane_name, message_lanes
+from .messages import Clock, Lane, Mail, Mark, MessageChannel, lane_name, message_lanes
 from .overlap import PairRunner
 from .row_messages import RowMessages, RowOrder
 
@@ -109,7 +110,12 @@ class Pass:
     reduce_gradients: Callable[[int], None] | None = None
     step: Callable[[dict[int, Tensor]], None] | None = None
     early: EarlyReduction | None = None
-    gathered: set[int] = field(default_factory=set)
+    gathered: dict[int, Moment] = field(default_factory=dict)
+    times: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
+
+    def forget(self, stage: int) -> None:
+        """The weights of a stage are no longer together."""
+        self.gathered.pop(stage, None)
 
     def watch(self, action: Action | None) -> AbstractContextManager[object]:
         """Where a lane's thread (None), or one of its actions, runs."""
@@ -238,6 +244,12 @@ class Executor:
             mail.fail(error)
             raise
         assert not current.saved, f"forwards without a backward: {sorted(current.saved)}"
+        current.clock.settle()
+        seconds = current.clock.seconds
+        current.trace.spans += [
+            Span(self._global_rank, COMPUTE_LANE, action, seconds(start), seconds(end))
+            for action, start, end in current.times
+        ]
         for lane in lanes.values():
             current.trace.spans += lane.spans
         return current.trace
@@ -309,9 +321,10 @@ class Executor:
             current.reduce_gradients(stage)
         elif action.kind is Kind.UNSHARD:
             self._weights[stage].gather()
-            current.mail.notify(lambda: current.gathered.add(stage))
+            moment = now(current.clock.device)
+            current.mail.notify(lambda: current.gathered.update({stage: moment}))
         else:
-            current.mail.notify(lambda: current.gathered.discard(stage))
+            current.mail.notify(lambda: current.forget(stage))
             self._weights[stage].free()
 
     def _step(self, action: Action, current: Pass) -> None:
@@ -381,6 +394,8 @@ class Executor:
         if action.stage in self._unsharded and action.stage not in current.gathered:
             current.place.waits(action, needs=f"lane {DP_LANE}")
             current.mail.wait_until(lambda: action.stage in current.gathered)
+        if action.stage in self._unsharded:
+            wait_for(current.gathered[action.stage], current.clock.device)
 
     def _show_wait(self, action: Action, needs: Action, current: Pass) -> None:
         peer = self._placement.rank_of(needs.stage, needs.microbatch)
@@ -413,7 +428,10 @@ class Executor:
         stage, microbatch = action.stage, microbatch_of(action)
         hidden_BSH, output = current.saved.pop((stage, microbatch))
         work = self.stages[stage].weight_work
-        with work.defer(microbatch) if action.kind is Kind.I else nullcontext():
+        # Autograd has a thread of its own for a GPU: collectives of the backward would not know their action there, and
+        # ranks that are threads would wait for each other in it.
+        in_this_thread = torch.autograd.set_multithreading_enabled(False)
+        with in_this_thread, work.defer(microbatch) if action.kind is Kind.I else nullcontext():
             torch.autograd.backward(output, torch.ones_like(output) if isinstance(output, Tensor) else gradient_BSH)
         if action.kind is Kind.B:
             self._finish_gradients(action, current)
@@ -436,10 +454,10 @@ class Executor:
     @contextmanager
     def _span(self, action: Action, current: Pass) -> Iterator[None]:
         current.place.runs(action)
-        start_s = current.clock.now_s()
+        start = current.clock.mark()
         with current.meter.during(action, compute=True) if current.meter is not None else nullcontext():
             yield
-        current.trace.spans.append(Span(self._global_rank, COMPUTE_LANE, action, start_s, current.clock.now_s()))
+        current.times.append((action, start, current.clock.mark()))
 
 
 _WORK: dict[Kind, Callable[[Executor, Action, Tensor | None, Pass], None]] = {

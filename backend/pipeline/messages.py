@@ -22,6 +22,7 @@ from torch import Tensor
 from ...core.schedule.action import RECEIVES, SENDS, Action, Kind
 from ...core.schedule.placement import Placement
 from ...core.schedule.timeline import Span, message_lane
+from ..base.streams import Moment, now, take_over, wait_for
 from ..watch.watch import Place, RankWatch
 
 RECV_BUFFERS = 2
@@ -54,9 +55,13 @@ class MessageChannel(Protocol):
         """Begins a receive; what comes back ends it."""
 
 
+Mark = float | torch.cuda.Event
+"""A time that was taken: of `perf_counter`, or an event of a GPU, which has it when the stream has come there."""
+
+
 class Clock:
-    """Seconds since an origin all ranks share, taken when the device has finished what the
-    calling thread gave it to do.
+    """Seconds since an origin all ranks share. On a GPU the device takes the times, and the host reads them when all
+    is done: `mark` does not wait.
 
     On one machine `time.perf_counter` is the same clock in every process (CLOCK_MONOTONIC on Linux), so a barrier
     before `restart` makes the ranks' seconds comparable to the length of that barrier.
@@ -64,14 +69,36 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._origin_s = perf_counter()
+        self._origin_s, self._origin = perf_counter(), self.mark()
 
     def restart(self) -> None:
         """The origin is now."""
-        self._origin_s = self._finished_s()
+        self._origin_s, self._origin = self._finished_s(), self.mark()
+
+    def mark(self) -> Mark:
+        """This time in the current stream."""
+        if self.device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def settle(self) -> None:
+        """The host waits once for all that the current stream comes after, whose times are then known."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def seconds(self, mark: Mark) -> float:
+        """Seconds from the origin to a time; waits until the GPU has come there."""
+        if isinstance(mark, float):
+            return mark - self._origin_s
+        if not mark.query():
+            mark.synchronize()
+        assert not isinstance(self._origin, float)
+        return self._origin.elapsed_time(mark) / 1e3
 
     def now_s(self) -> float:
-        """Seconds since the origin."""
+        """Seconds since the origin, when the device has done what the calling thread gave it: for those who sample."""
         return self._finished_s() - self._origin_s
 
     def at(self, moment_s: float) -> float:
@@ -130,21 +157,23 @@ class Mail:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[tuple[Callable[[], bool], threading.Lock]] = []
-        self._tensors: dict[Action, Tensor] = {}
+        self._tensors: dict[Action, tuple[Tensor, Moment]] = {}
         self._failure: BaseException | None = None
 
     def put(self, action: Action, tensor: Tensor) -> None:
-        """Leaves a tensor for whoever takes `action`."""
+        """Leaves a tensor, which the current stream makes, for whoever takes `action`."""
         with self._lock:
             assert action not in self._tensors, f"{action} was delivered twice"
-            self._tensors[action] = tensor
+            self._tensors[action] = tensor, now(tensor.device)
             self._wake()
 
     def take(self, action: Action) -> Tensor:
-        """The tensor of `action`, once it is there. Raises the failure of another lane instead of waiting for ever."""
+        """The tensor of `action` for the current stream, once it was left. Raises the failure of another lane instead
+        of waiting for ever."""
         with self._lock:
             self._wait(lambda: action in self._tensors)
-            return self._tensors.pop(action)
+            tensor, made = self._tensors.pop(action)
+        return take_over(tensor, made)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Returns once `ready()` holds. Raises the failure of another lane."""
@@ -189,7 +218,7 @@ class Mail:
 
 class Lane:
     """A thread that performs its actions in order, each once `permit` has been called for it,
-    and keeps a span for each.
+    and keeps a span for each. Its stream of a GPU goes on from where the one was that called `permit`.
 
     `prepare(action)` blocks until the action may start and returns what `perform(action, prepared)` needs. The thread
     runs inside `watch(None)`, every action inside `watch(action)`. `place` shows others where the lane is.
@@ -210,34 +239,42 @@ class Lane:
         place: Place | None = None,
     ):
         self.name = name
-        self.spans: list[Span] = []
+        self._times: list[tuple[Action, Mark, Mark]] = []
+        self._permitted: list[Moment] = [None] * permits
+        self._done: Moment = None
         self._actions = actions
         self._mail = mail
         self._clock = clock
         self._global_rank = global_rank
         self._prepare = prepare
         self._perform = perform
-        self._permits = permits
         self._watch = watch
         self._place = place or RankWatch().place(name)
         self._thread = threading.Thread(target=self._run, name=f"rank {global_rank} lane {name}", daemon=True)
         self._thread.start()
 
+    @property
+    def spans(self) -> list[Span]:
+        """When each action that is done began and ended."""
+        seconds = self._clock.seconds
+        return [
+            Span(self._global_rank, self.name, action, seconds(start), seconds(end))
+            for action, start, end in self._times
+        ]
+
     def permit(self) -> None:
-        """Allows one action more."""
-
-        def one_more() -> None:
-            self._permits += 1
-
-        self._mail.notify(one_more)
+        """Allows one action more, after what the current stream was given."""
+        moment = now(self._clock.device)
+        self._mail.notify(lambda: self._permitted.append(moment))
 
     def finish(self) -> None:
-        """Returns once every action is done. Raises the failure of any lane."""
-        self._mail.wait_until(lambda: len(self.spans) == len(self._actions))
+        """Returns once every action is done; the current stream goes on from there. Raises the failure of any lane."""
+        self._mail.wait_until(lambda: len(self._times) == len(self._actions))
         self._thread.join()
+        wait_for(self._done, self._clock.device)
 
     def _is_permitted(self, number: int) -> bool:
-        return number < self._permits
+        return number < len(self._permitted)
 
     def _run(self) -> None:
         try:
@@ -246,14 +283,15 @@ class Lane:
                     self._place.comes_to(number + 1)
                     self._place.waits(action)
                     self._mail.wait_until(partial(self._is_permitted, number))
+                    wait_for(self._permitted[number], self._clock.device)
                     prepared = self._prepare(action)
                     self._place.runs(action)
-                    start_s = self._clock.now_s()
+                    start = self._clock.mark()
                     with self._watch(action):
                         self._perform(action, prepared)
                     prepared = None  # what was sent is the peer's now
-                    span = Span(self._global_rank, self.name, action, start_s, self._clock.now_s())
-                    self._mail.notify(partial(self.spans.append, span))
+                    self._done = now(self._clock.device)
+                    self._mail.notify(partial(self._times.append, (action, start, self._clock.mark())))
                 self._place.done()
         except BaseException as error:
             self._mail.fail(error)

@@ -24,7 +24,7 @@ from ...core.schedule.action import SENDS, Action
 from ...core.schedule.placement import Placement
 from ...core.schedule.timeline import Span
 from ..watch.watch import Place
-from .messages import Clock, Mail, MessageChannel, direction_of, lane_name, other_end, peer_of
+from .messages import Clock, Mail, Mark, MessageChannel, direction_of, lane_name, other_end, peer_of
 
 RowOrder = Literal["in order", "together"]
 
@@ -57,12 +57,21 @@ class RowMessages:
     ):
         """Arguments are those of `messages.message_lanes`; `place` shows where the compute lane is, whose peers
         `global_rank_of` names."""
-        self.spans: list[Span] = []
+        self._times: list[tuple[Action, Mark, Mark]] = []
         self._order = order
         self._placement, self._channel, self._shape_of, self._dtype = placement, channel, shape_of, dtype
         self._mail, self._clock, self._global_rank, self._global_rank_of = mail, clock, global_rank, global_rank_of
         self._record, self._watch, self._place = record, watch, place
         self._listed: list[Action] = []
+
+    @property
+    def spans(self) -> list[Span]:
+        """When each message began and ended."""
+        seconds = self._clock.seconds
+        return [
+            Span(self._global_rank, lane_name(action, self._placement), action, seconds(start), seconds(end))
+            for action, start, end in self._times
+        ]
 
     def add(self, action: Action) -> None:
         """The row has come to a send or receive."""
@@ -77,16 +86,14 @@ class RowMessages:
             self._exchange(listed)
 
     def _exchange(self, listed: Sequence[Action]) -> None:
-        ends = [(action, self._clock.now_s(), self._begin(action)) for action in listed]
-        for action, start_s, end in sorted(ends, key=lambda each: each[0].kind in SENDS):
+        ends = [(action, self._clock.mark(), self._begin(action)) for action in listed]
+        for action, start, end in sorted(ends, key=lambda each: each[0].kind in SENDS):
             self._place.waits(
                 action, needs=str(other_end(action, self._placement)), peer=self._global_rank_of(self._peer(action))
             )
             with self._watch(action):
                 end()
-            self.spans.append(
-                Span(self._global_rank, lane_name(action, self._placement), action, start_s, self._clock.now_s())
-            )
+            self._times.append((action, start, self._clock.mark()))
 
     def _begin(self, action: Action) -> Callable[[], None]:
         line = self._channel(direction_of(action), self._peer(action), action.kind in SENDS)

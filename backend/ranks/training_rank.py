@@ -25,6 +25,7 @@ from ..base.loss_scale import LossScale
 from ..base.observe import Observer
 from ..base.optimizer import Held, ShardedAdamW, clip_coefficient
 from ..base.step_result import StepResult
+from ..base.streams import used_here
 from ..data_parallel.base import DataParallel
 from ..data_parallel.copies import open_copies
 from ..data_parallel.early import EarlyReduction
@@ -146,7 +147,7 @@ class TrainingRank:
         self._not_finite: dict[int, NotFinite] = {}
         # Reduces whole buckets during the last backward; None where that is done after every microbatch, or not at all.
         self._early = (
-            EarlyReduction({stage: module.gradients for stage, module in self.stages.items()})
+            EarlyReduction({stage: module.gradients for stage, module in self.stages.items()}, transport.device)
             if overlaps and not each
             else None
         )
@@ -425,6 +426,7 @@ class TrainingRank:
     def _finished_gradients(self) -> list[Tensor]:
         """Gradients summed over the global batch, in the order of the optimizer's `held`. A tied table's
         two sums are added here."""
+        used_here(total for of_stage in self._reduced.values() for total in of_stage.values())
         tables = tied_gradients(self.plan, self.mesh, self._reduced, self.transport.recorder)
         gradients = [
             each

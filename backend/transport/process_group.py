@@ -161,6 +161,8 @@ class ProcessGroup(Group):
             # gloo's all-gather takes 13 ms for 4 KiB over 8 ranks (4 ms over 4), its all-to-all of the same bytes 5 ms
             # (1 ms): measured with torch 2.13 on 2 cores. NCCL has no all-gather of uneven shapes.
             return self._all_to_all([tensor] * self.size, shapes)
+        if not tensor.numel():  # of all members: rows of no bytes begin where no element could
+            return [tensor.new_empty(shape) for shape in shapes]
         mine = _bytes(tensor)
         received = torch.empty(self.size, mine.numel(), dtype=torch.uint8, device=self._device)
         with _named(f"{self}: all_gather"):
@@ -224,6 +226,8 @@ class ProcessGroupChannel(Channel):
             # so that an empty message is a rendezvous too
             data = torch.empty(1, dtype=torch.uint8, device=self._device)
         with _named(f"{self}: send"), self._own_stream():
+            if self._stream is not None:
+                data.record_stream(self._stream)
             work = self._process_group.send([data], 1, 0)
 
         def send() -> None:
@@ -247,14 +251,15 @@ class ProcessGroupChannel(Channel):
         return receive
 
     def _end_message(self, work: Any, data: Tensor, call: str) -> None:
-        """Waits for a message, whose `data` the library reads or writes until then."""
+        """Waits for a message, whose `data` the library reads or writes until then: on a GPU the current stream does,
+        so that whoever is given what was received, or uses again what was sent, comes after it."""
         with _named(f"{self}: {call}"):
             if self._stream is None:
                 work.wait()
             else:
                 with torch.cuda.stream(self._stream):
                     work.wait()
-                self._stream.synchronize()
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @contextmanager
     def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:

@@ -30,7 +30,8 @@ class Job:
     `modules` are the files of the modules that `call` names, for those that cannot be imported by name here; `main` is
     what `multiprocessing` needs to load the starter's script, when `call` refers to it. Ranks find each other through
     `store_file`, and show where they are on the board in `board_file` (`pipeline.watch`). `folder` is where the starter
-    is now: relative paths in `call` are its own, and the ranks were perhaps started elsewhere.
+    is now: relative paths in `call` are its own, and the ranks were perhaps started elsewhere. `device` is where ranks
+    that are threads compute.
     """
 
     transport: TransportName
@@ -42,6 +43,7 @@ class Job:
     call: bytes
     board_file: str
     folder: str
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

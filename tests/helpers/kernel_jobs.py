@@ -15,10 +15,10 @@ import triton.language as tl
 from shardproof.backend.kernels.kernel import Kernel
 from shardproof.backend.kernels.meet import meet_at_entry, meet_at_exit
 from shardproof.backend.kernels.peers import buffer_of
+from shardproof.verify.kernels.case import Case
 from shardproof.verify.kernels.cases import Outcome, run_case
 from shardproof.verify.kernels.compiling import code_of_launch
 from shardproof.verify.kernels.processes import Peer
-from shardproof.verify.kernels.stories import Case
 
 
 @triton.jit

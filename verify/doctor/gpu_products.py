@@ -1,4 +1,4 @@
-"""Our exact products on a GPU: bits that no layout changes, and their rate beside that of cuBLAS."""
+"""Our exact products on a GPU: bits that no layout changes, and their rate next to that of cuBLAS."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def _of_experts(products: ExactProducts, some: Callable[..., Tensor]) -> Iterato
         gradient = products.weight_gradient(y[None, rows], x[None, rows], last - first, [(0, 1)])
         alone = products.contract(y[rows], weights[expert], 128, [(0, 4)])[0]
         if different(projected[rows], products.project(x[rows], weights[expert])):
-            yield f"a projection of expert {expert} beside others"
+            yield f"a projection of expert {expert} together with others"
         if different(contracted[rows], alone):
-            yield f"a contraction of expert {expert} beside others"
+            yield f"a contraction of expert {expert} together with others"
         if different(gradients[number], gradient[0, 0]):
-            yield f"a weight gradient of expert {expert} beside others"
+            yield f"a weight gradient of expert {expert} together with others"
 
 
 def _rates(
@@ -133,7 +133,7 @@ def _rates(
 
 
 def exact_products(machine: Machine) -> Result:
-    """No cut, no other row and no other expert changes a bit of a product; rates beside cuBLAS. The figure is the rate
+    """No cut, no other row and no other expert changes a bit of a product; rates, and cuBLAS'. The figure is the rate
     of the first shape's contraction in leaves of 512."""
     products = products_here()
     wrong = [f"{dtype}: {what}" for dtype in (torch.bfloat16, torch.float32) for what in _differences(products, dtype)]

@@ -79,7 +79,7 @@ def _all_reduces(place: Place) -> list[tuple[str, int, float]]:
 
 
 def _all_reduces_on_streams() -> list[tuple[str, int, float]]:
-    """Of two ranks that share a GPU, beside the least that an addition of two tensors takes there."""
+    """Of two ranks that share a GPU, next to the least that an addition of two tensors takes there."""
     streams, found = Streams(2, max(SIZES)), []
     ours = [exact_all_reduces(peer, SIZES) for peer in streams.peers]
     for num_bytes in SIZES:

@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...backend.data.vocabulary import of_part, unknown_ids
 from ...backend.launching.launch import scratch_folder
@@ -51,6 +51,9 @@ from .twin import MAX_THREADS, MAX_WORLD_SIZE, proof_transport, provable, twin
 
 if TYPE_CHECKING:
     from ...backend.model.block import BlockFactory
+
+
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ def prove(
     scenario: Scenario | None = None,
     references: References | None = None,
     most_ranks: int | None = None,
+    device: Device | None = None,
     progress: Progress = lambda line: None,
 ) -> Proof:
     """Asks the static floors (`prove_static`), and where they hold runs `steps` steps of the plan (or of its twin) and
@@ -128,17 +132,18 @@ def prove(
     `block` makes a user's own transformer layers instead of ours, in both runs: a function or class of a module, as for
     `Trainer`. `transport` is what training takes unless the plan has more ranks than a twin, and no more than run as
     threads: then ranks are threads. `fault` is injected into the sharded run only. `facts` are more for the rules to
-    check. `scenario` is what ranks do besides training; `references` keep what one device computes for the next plan of
-    the same problem. Plans of more than `most_ranks` are shrunk to a twin; without, as many processes or threads run as
-    one host has time for. Raises `PlanError` for a fault that the run cannot have, and for a block that cannot be
-    trained; `RankFailure` when a rank dies, or when no rank comes further for `train.timeout_s`; `MissingExtraError`
-    without torch."""
+    check. `device` is where all of it is computed: with `cuda` ranks are threads that share a GPU, unless `transport`
+    is nccl and each has one. `scenario` is what ranks do besides training; `references` keep what one device computes
+    for the next plan of the same problem. Plans of more than `most_ranks` are shrunk to a twin; without, as many
+    processes or threads run as one host has time for. Raises `PlanError` for a fault that the run cannot have, and for
+    a block that cannot be trained; `RankFailure` when a rank dies, or when no rank comes further for
+    `train.timeout_s`; `MissingExtraError` without torch."""
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("--dynamic runs the backend, which needs torch. Run `pip install 'shardproof[train]'`.")
     static = prove_static(plan, facts)
     if not static.ok:
         return Proof(static.report, static.errors, (), static)
-    transport = proof_transport(plan) if transport is None else transport
+    transport, device = _place(plan, transport, device)
     most_ranks = most_ranks or (MAX_THREADS if transport == "memory" else MAX_WORLD_SIZE)
     if problems := [of_part(part, each) for part in plan.parts for each in unknown_ids(part)]:
         raise PlanError(problems)  # before a twin has another vocabulary
@@ -147,8 +152,8 @@ def prove(
     if fault is not None:
         fault.check(only_model(small, "--inject"))
     one = one_device(small)
-    assumptions = probed(one)
-    job = ProofJob(small, steps, block=block, scenario=scenario)
+    assumptions = probed(one, device)
+    job = ProofJob(small, steps, block=block, scenario=scenario, device=device)
     progress(f"one device: {steps} steps")
     reference, checked = (references or _REFERENCES).of(replace(job, plan=one))
     progress(f"{small.world_size} ranks over {transport}: {steps} steps")
@@ -166,10 +171,25 @@ def prove(
     if plan.data_parallel.library == "torch" and transport != "memory":
         own = replace(fast, data_parallel=plan.data_parallel, schedule=replace(fast.schedule, max_active_stages=None))
         fast = fast if unsupported(own) else own
-    check = run_fast(ProofJob(fast, steps, frozenset(reference.pieces), block=block), transport)
+    check = run_fast(ProofJob(fast, steps, frozenset(reference.pieces), block=block, device=device), transport)
     findings = (*proof.findings, *fast_findings(fast, check))
     report = {**proof.report, "ok": not findings, "findings": _listed(static, findings), "fast": check.report}
     return replace(proof, report=report, findings=findings)
+
+
+def _place(plan: AnyPlan, transport: TransportName | None, device: Device | None) -> tuple[TransportName, Device]:
+    """The transport and the device of a proof. Raises `PlanError` for a pair that there is not."""
+    if transport == "nccl" and device != "cpu":
+        return "nccl", "cuda"
+    if device != "cuda":
+        if transport == "nccl":
+            raise PlanError("NCCL moves tensors of GPUs. Leave out --device cpu, or use another --transport.")
+        return transport or proof_transport(plan), "cpu"
+    if transport not in (None, "memory"):
+        raise PlanError(
+            f"--transport {transport} moves tensors of the processor. With --device cuda use memory or nccl."
+        )
+    return "memory", "cuda"
 
 
 _REFERENCES = References(most=8)

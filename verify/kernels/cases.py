@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .case import DTYPES, Case
 from .processes import Peer
 from .products_story import sizes_of
-from .stories import DTYPES, STORIES, Case
+from .stories import STORIES
 
 OF_ROWS = ("gather_rows", "reduce_scatter_rows", "add_norm_gather", "add_norm_gather_multicast")
 SUMS = (

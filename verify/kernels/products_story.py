@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,11 +17,9 @@ from torch import Tensor
 from ...backend.kernels import catalog
 from ...backend.kernels.exact_products import TILES, ExactProducts, Rows, Tile, Tiles, TileTable, tiles_for
 from ...core.base.reduction import Node, maximal_nodes
+from .case import Case
 from .oracle import different_bits, generator_of, numbers, tree_products
 from .processes import Peer
-
-if TYPE_CHECKING:
-    from .stories import Case
 
 AS_LAUNCHED = 1024
 """Blocks of a case from which on tiles are those of a launch."""

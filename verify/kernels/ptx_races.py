@@ -12,12 +12,9 @@ throw it away.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from .ptx_memory import Region
 
 Array = np.ndarray
 WARP = 32
@@ -25,6 +22,14 @@ WARP = 32
 
 class BlockRace(RuntimeError):
     """Two threads of a block race. The message has both, and where."""
+
+
+class Place(Protocol):
+    """A region of memory: its size in bytes, and whether reads of it are noted."""
+
+    name: str
+    size: int
+    notes_reads: bool
 
 
 class Uses:
@@ -57,7 +62,7 @@ class Races:
         """All threads of some warps, [warps, 32], have come to a barrier of their warp."""
         self._of_warp[threads] += 1
 
-    def note(self, region: Region, threads: Array, offsets: Array, num_bytes: int, writes: bool) -> None:
+    def note(self, region: Place, threads: Array, offsets: Array, num_bytes: int, writes: bool) -> None:
         """Each of `threads` uses `num_bytes` from its one of `offsets` (uint64) on in a region. Raises `BlockRace`."""
         uses = self._uses.get(id(region))
         if uses is None:

@@ -280,7 +280,10 @@ def _parser() -> argparse.ArgumentParser:
         "--list", action="store_true", help=("print the layouts, their coverage and what is refused, and run nothing")
     )
     parser.add_argument(
-        "--transport", choices=("gloo", "shm", "memory"), default="memory", help=("how ranks talk (default: memory)")
+        "--transport",
+        choices=("gloo", "shm", "memory", "nccl"),
+        default="memory",
+        help="how ranks talk (default: memory)",
     )
     parser.add_argument(
         "--steps", type=int, default=STEPS, metavar="N", help=(f"optimizer steps to compare (default: {STEPS})")

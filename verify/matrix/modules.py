@@ -110,7 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_portions(parser, "plans", "every layout before a bridge and after one, and every join")
     parser.add_argument(
-        "--transport", choices=("gloo", "shm", "memory"), default="memory", help=("how ranks talk (default: memory)")
+        "--transport",
+        choices=("gloo", "shm", "memory", "nccl"),
+        default="memory",
+        help="how ranks talk (default: memory)",
     )
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help=("plans at a time (default: the cores)")

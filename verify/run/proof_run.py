@@ -87,6 +87,8 @@ class ProofJob:
     """What a rank of the sharded run does that in, by its number."""
     stall_s: float | None = None
     """Ends the run when no rank has come further for so long; None for the plan's own limit, `train.timeout_s`."""
+    device: str = "cpu"
+    """Where one device computes, and ranks that are threads."""
     parts_of: Key | None = None
     """A tensor of which one device writes what it is the sum of (`contributions`) to `PARTS_FILE` in `folder`."""
 
@@ -147,19 +149,19 @@ def probe_rank(transport: Transport, plan: Plan) -> dict[str, Finding | None]:
     return {entry.name: broken.get(entry.name) for entry in PROBES}
 
 
-def probed(one: AnyPlan) -> dict[str, Finding | None]:
-    """`probe_rank` of every model of a plan, in a process that has torch."""
+def probed(one: AnyPlan, device: str = "cpu") -> dict[str, Finding | None]:
+    """`probe_rank` of every model of a plan on a device, in a process that has torch."""
     found: dict[str, Finding | None] = {}
     for part in {part.model: part for part in one.parts}.values():
-        for name, finding in _probed(part).items():
+        for name, finding in _probed(part, device).items():
             found[name] = found.get(name) or finding
     return found
 
 
 @functools.lru_cache(maxsize=64)
-def _probed(part: Plan) -> Mapping[str, Finding | None]:
+def _probed(part: Plan, device: str) -> Mapping[str, Finding | None]:
     """Measured once for equal plans of a process: the library and the machine stay what they are."""
-    return run_ranks(probe_rank, part, world_size=1, transport="memory")[0]
+    return run_ranks(probe_rank, part, world_size=1, transport="memory", device=device)[0]
 
 
 def prove_rank(transport: Transport, job: ProofJob) -> RankLedger:
@@ -268,7 +270,12 @@ def run_ledger(job: ProofJob, transport: TransportName) -> RunLedger:
         with _CORES.one() if transport == "memory" and job.plan.world_size > 1 else nullcontext(None) as core:
             job = replace(job, core=core)
             found = run_ranks(
-                prove_rank, job, world_size=job.plan.world_size, transport=transport, stall_s=_stall_s(job)
+                prove_rank,
+                job,
+                world_size=job.plan.world_size,
+                transport=transport,
+                stall_s=_stall_s(job),
+                device=job.device if transport == "memory" else "cpu",
             )
         return RunLedger.merge(found)
     except RankFailure as failure:

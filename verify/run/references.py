@@ -33,7 +33,7 @@ class References:
         """The ledger of a job of one device; where its ranks train and do nothing else, held to the formulas too."""
         if not _is_fixed(job.plan):
             return _run(job)
-        key = job.plan, job.steps, job.block, job.scenario
+        key = job.plan, job.steps, job.block, job.scenario, job.device
         mine: Future[Checked] = Future()
         with self._lock:
             found = self._runs.setdefault(key, mine)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from helpers import kernel_jobs as jobs
+from shardproof.verify.kernels.case import Case
 from shardproof.verify.kernels.cases import Outcome, run_case
 from shardproof.verify.kernels.processes import PeerFailed, Peers, PeersMissing
-from shardproof.verify.kernels.stories import Case
 
 GATHER = Case("all_gather", 3, "fp32", 100)
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from shardproof.backend.kernels.catalog import KERNELS
+from shardproof.verify.kernels.case import Case
 from shardproof.verify.kernels.cases import PRODUCTS, all_cases, few_cases, run_case
 from shardproof.verify.kernels.processes import Peers
-from shardproof.verify.kernels.stories import STORIES, Case
+from shardproof.verify.kernels.stories import STORIES
 
 INTERPRETED = [kernel.name for kernel in KERNELS if "interpreted" in kernel.floors]
 

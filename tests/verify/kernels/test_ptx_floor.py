@@ -11,13 +11,13 @@ import torch
 from helpers import kernel_jobs as jobs
 from shardproof.backend.kernels import catalog
 from shardproof.backend.kernels.catalog import KERNELS
+from shardproof.verify.kernels.case import Case
 from shardproof.verify.kernels.cases import OF_ROWS, PRODUCTS, all_cases, few_cases, run_case
 from shardproof.verify.kernels.compilation_mutants import CompilationMutant, run_changed
 from shardproof.verify.kernels.compiling import code_of_launch
 from shardproof.verify.kernels.processes import PTX_EXECUTED, PeerFailed, Peers, PeersMissing
 from shardproof.verify.kernels.products_story import AS_LAUNCHED
 from shardproof.verify.kernels.ptx_counts import copied_bytes, vector_bytes
-from shardproof.verify.kernels.stories import Case
 
 EXECUTED = [kernel.name for kernel in KERNELS if "PTX executed" in kernel.floors]
 MEETING = [name for name in EXECUTED if name not in PRODUCTS]

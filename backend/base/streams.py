@@ -1,0 +1,44 @@
+"""What one stream of a GPU leaves to another: an event that the other one waits for. On a CPU, which does what it is
+given at once, all of it is nothing.
+
+A lane is a thread with a stream of its own, so whatever passes from one to another, a tensor, the permission to go on,
+the news that weights are there, carries the moment from which on it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+Moment = torch.cuda.Event | None
+"""When the work that a stream was given so far is over; None on a CPU."""
+
+
+def now(device: torch.device) -> Moment:
+    """The moment at which the current stream has done what it was given."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait_for(moment: Moment, device: torch.device) -> None:
+    """What the current stream is given next comes after that moment."""
+    if moment is not None:
+        torch.cuda.current_stream(device).wait_event(moment)
+
+
+def take_over(tensor: Tensor, moment: Moment) -> Tensor:
+    """A tensor that another stream has made, for the current one: it is there, and its memory is not given to others
+    before this stream has done what it does with it."""
+    if moment is not None:
+        wait_for(moment, tensor.device)
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
+def used_here(tensors: Iterable[Tensor]) -> None:
+    """The current stream uses tensors that others have made and that it already comes after: their memory is not given
+    to others before it has."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

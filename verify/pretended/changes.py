@@ -1,0 +1,150 @@
+"""What may be wrong between streams, as changes of our own code in a rank's process: each a race that must be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...backend.data_parallel import early
+from ...backend.gradients import gradients
+from ...backend.model import router
+from ...backend.pipeline import executor, messages
+from ...backend.ranks import training_rank
+from ...backend.transport import overlap, process_group
+
+
+@dataclass(frozen=True)
+class Change:
+    """`owner.name` becomes `changed`, and a rule of `races` must name it in the plan of that name."""
+
+    what: str
+    owner: Any
+    name: str
+    changed: Any
+    rule: str
+    plan: str
+
+
+def _nothing(*given: Any, **named: Any) -> None:
+    """Does nothing."""
+
+
+def _only_waits(tensor: Any, moment: Any) -> Any:
+    messages.wait_for(moment, tensor.device)
+    return tensor
+
+
+def _ends_alone(channel: Any, work: Any, data: Any, call: str) -> None:
+    with torch.cuda.stream(channel._stream):
+        work.wait()
+
+
+@contextmanager
+def _at_once(channel: Any) -> Iterator[Any]:
+    caller = torch.cuda.current_stream(channel._device)
+    with torch.cuda.stream(channel._stream):
+        yield caller
+
+
+@contextmanager
+def _unasked(lane: Any, ready: Any, inputs: Any) -> Iterator[None]:
+    with torch.cuda.stream(lane._stream):
+        yield
+
+
+def _finishes_alone(lane: Any) -> None:
+    lane._mail.wait_until(lambda: len(lane._times) == len(lane._actions))
+    lane._thread.join()
+
+
+def _takes_at_once(tensor: Any, moment: Any) -> Any:
+    return tensor
+
+
+CHANGES = (
+    Change(
+        "what is handed over is taken at once", messages, "take_over", _takes_at_once, "read-before-written", "tp2-pp2"
+    ),
+    Change("what is handed over is not kept", messages, "take_over", _only_waits, "freed-in-use", "tp2-pp2"),
+    Change("a lane begins before it may", messages, "wait_for", _nothing, "read-before-written", "tp2-pp2"),
+    Change("a lane is not waited for", messages.Lane, "finish", _finishes_alone, "written-while-read", "tp2-pp2"),
+    Change(
+        "a message's end is waited for by its own stream alone",
+        process_group.ProcessGroupChannel,
+        "_end_message",
+        _ends_alone,
+        "read-before-written",
+        "tp2-pp2",
+    ),
+    Change(
+        "a message begins before what it sends is made",
+        process_group.ProcessGroupChannel,
+        "_own_stream",
+        _at_once,
+        "read-before-written",
+        "tp2-pp2",
+    ),
+    Change("gradients are not kept", gradients, "used_here", _nothing, "freed-in-use", "dp2-zero1"),
+    Change("sums of gradients are not kept", training_rank, "used_here", _nothing, "freed-in-use", "dp2-zero1"),
+    Change("counts of experts are not kept", router, "used_here", _nothing, "freed-in-use", "ep2"),
+    Change(
+        "buckets wait for Python alone", early.EarlyReduction, "_come", _nothing, "read-before-written", "dp2-zero1"
+    ),
+    Change("gathered weights are used at once", executor, "wait_for", _nothing, "read-before-written", "dp2-zero3"),
+    Change(
+        "an overlapped collective begins at once",
+        overlap.CommunicationLane,
+        "_own_stream",
+        _unasked,
+        "read-before-written",
+        "tp2-overlap",
+    ),
+)
+
+
+def changed(what: str) -> Callable[[], None]:
+    """Makes the change of that name in this process. Raises `KeyError`."""
+    change = {each.what: each for each in CHANGES}[what]
+    return lambda: setattr(change.owner, change.name, change.changed)
+
+
+_TOP = """
+[model]
+preset = "tiny-gpt"
+{model}
+[cluster]
+preset = "this-host"
+num_devices = {ranks}
+[layout]
+{layout}
+[batch]
+global = {ranks}
+micro = 1
+sequence = 32
+[precision]
+dtype = "fp32"
+[numerics]
+mode = "exact"
+[data_parallel]
+{data}
+[train]
+steps = 2
+"""
+_EARLY = "overlap_grad_reduce = true\nbucket_bytes = 20000"
+
+PLANS = {
+    "tp2-pp2": _TOP.format(model="", ranks=4, layout="tp = 2\npp = 2", data=""),
+    "dp2-zero1": _TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data=_EARLY),
+    "dp2-zero3": _TOP.format(model="", ranks=2, layout="dp = 2\nzero = 3", data=""),
+    "ep2": _TOP.format(
+        model="num_experts = 4\nexperts_per_token = 2\nexpert_bias = true", ranks=2, layout="dp = 2\nep = 2", data=""
+    ),
+    "tp2-overlap": _TOP.format(model="", ranks=2, layout="tp = 2\nsequence_parallel = true", data="").replace(
+        "[train]", "[runtime]\ntp_comm_overlap = true\n[train]"
+    ),
+}
+"""Small plans in which each change shows."""

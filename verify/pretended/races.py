@@ -1,0 +1,167 @@
+"""`races`: uses of memory by several streams that nothing orders, in what a process gave to its streams.
+
+A stream does its work in the order in which it was given. Between streams order comes from events, from waits of one
+stream for another, and from the host where a thread waits for a stream and then gives work to another; one thread knows
+nothing of what others have waited for. The caching allocator gives memory that is let go of to the next that asks on
+the stream it was allocated on, when that one and those that `record_stream` has named have done what they were given by
+then: other streams' work must be over for one of them (torch, "CUDA semantics", "Memory management").
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .log import Entry
+
+Clock = dict[int, int]
+"""How much of each stream's work is over, by stream."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """The `number`-th piece of work of its stream."""
+
+    entry: Entry
+    number: int
+
+    def __str__(self) -> str:
+        where = f" in {self.entry.label}" if self.entry.label else ""
+        return f"{self.entry.name} on stream {self.entry.stream}{where}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two uses of one piece of memory, the second of which nothing holds up until the first is over; `second` is None
+    where the memory is given to others meanwhile."""
+
+    rule: str
+    memory: int
+    first: Use
+    second: Use | None
+
+    def __str__(self) -> str:
+        second = "it is given to others" if self.second is None else str(self.second)
+        return f"{self.rule}: memory {self.memory}: {second}, while {self.first} may go on"
+
+
+@dataclass
+class _Memory:
+    """What is known of memory that is allocated."""
+
+    stream: int
+    written: Use | None = None
+    reads: dict[int, Use] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)
+
+    @property
+    def uses(self) -> list[Use]:
+        """The last use of each stream."""
+        last = dict(self.reads)
+        if self.written is not None:
+            stream = self.written.entry.stream
+            if stream not in last or last[stream].number < self.written.number:
+                last[stream] = self.written
+        return list(last.values())
+
+
+class _Streams:
+    """What every stream and every thread of the host knows to be over."""
+
+    def __init__(self) -> None:
+        self.streams: defaultdict[int, Clock] = defaultdict(dict)
+        self.threads: defaultdict[int, Clock] = defaultdict(dict)
+        self._events: dict[str, Clock] = {}
+
+    def gives(self, entry: Entry) -> Use:
+        """A piece of work more on a stream, after what its thread knows."""
+        clock = self.streams[entry.stream]
+        _join(clock, self.threads[entry.thread])
+        clock[entry.stream] = clock.get(entry.stream, 0) + 1
+        return Use(entry, clock[entry.stream])
+
+    def is_over(self, use: Use, stream: int) -> bool:
+        """Whether a stream, or the host in its name, knows that a use is over."""
+        return use.entry.stream == stream or self.streams[stream].get(use.entry.stream, 0) >= use.number
+
+    def waited_for_by_all(self, streams: Iterable[int], thread: int) -> Clock:
+        """What is over when all these streams have done what they were given, as a thread knows it."""
+        clock = dict(self.threads[thread])
+        for stream in streams:
+            _join(clock, self.streams[stream])
+        return clock
+
+    def orders(self, entry: Entry) -> None:
+        """Events, waits, threads."""
+        if entry.kind == "record":
+            clock = dict(self.streams[entry.stream])
+            _join(clock, self.threads[entry.thread])
+            self._events[entry.name] = clock
+        elif entry.kind == "wait":
+            _join(self.streams[entry.stream], self._events.get(entry.name, {}))
+        elif entry.kind == "host waits for event":
+            _join(self.threads[entry.thread], self._events.get(entry.name, {}))
+        elif entry.kind == "host waits for stream":
+            _join(self.threads[entry.thread], self.streams[entry.stream])
+        elif entry.kind == "host waits for device":
+            for clock in list(self.streams.values()):
+                _join(self.threads[entry.thread], clock)
+        elif entry.kind == "begins":
+            _join(self.threads[entry.thread], self.threads[int(entry.name)])
+
+
+def races(entries: Iterable[Entry]) -> list[Race]:
+    """Every race between a use and the next, or the end of its memory, each pair of operators and labels once."""
+    streams, memories = _Streams(), dict[int, _Memory]()
+    found: dict[tuple[object, ...], Race] = {}
+
+    def race(rule: str, memory: int, first: Use, second: Use | None) -> None:
+        key = rule, *(None if use is None else (use.entry.name, use.entry.label) for use in (first, second))
+        found.setdefault(key, Race(rule, memory, first, second))
+
+    for entry in entries:
+        if entry.kind in ("op", "collective"):
+            use = streams.gives(entry)
+            for memory in entry.reads:
+                _reads(memories.get(memory), memory, use, streams, race)
+            for memory in entry.writes:
+                _writes(memories.get(memory), memory, use, streams, race)
+        elif entry.kind == "allocate":
+            memories[int(entry.name)] = _Memory(entry.stream)
+        elif entry.kind == "record_stream":
+            if (known := memories.get(int(entry.name))) is not None:
+                known.recorded.add(entry.stream)
+        elif entry.kind == "free":
+            if (known := memories.pop(int(entry.name), None)) is not None:
+                clock = streams.waited_for_by_all([known.stream, *known.recorded], entry.thread)
+                for use in known.uses:
+                    if clock.get(use.entry.stream, 0) < use.number:
+                        race("freed-in-use", int(entry.name), use, None)
+        else:
+            streams.orders(entry)
+    return list(found.values())
+
+
+def _reads(known: _Memory | None, memory: int, use: Use, streams: _Streams, race: object) -> None:
+    if known is None:
+        return
+    if known.written is not None and not streams.is_over(known.written, use.entry.stream):
+        race("read-before-written", memory, known.written, use)  # type: ignore[operator]
+    known.reads[use.entry.stream] = use
+
+
+def _writes(known: _Memory | None, memory: int, use: Use, streams: _Streams, race: object) -> None:
+    if known is None:
+        return
+    for before in known.uses:
+        if not streams.is_over(before, use.entry.stream):
+            rule = "written-twice" if before is known.written else "written-while-read"
+            race(rule, memory, before, use)  # type: ignore[operator]
+    known.written, known.reads = use, {}
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        if clock.get(stream, 0) < number:
+            clock[stream] = number
