@@ -23,7 +23,7 @@ from .products import PROBLEM_COLUMNS
 
 class Tile(NamedTuple):
     """What a block multiplies at a time: rows, columns and k; in how many parts it is added to others and stored; warps
-    of a block.
+    of a block; how many steps of k are on their way at a time.
 
     Rows, columns and warps choose the instructions of a tensor core, so in bf16 and fp16 they belong to the numerics.
     Tuning may change k, stages and the order of tiles, and all of it in fp32, of which a leaf is one chain of fused
@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     k: int
     parts: int = 4
     num_warps: int = 8
+    num_stages: int = 4
 
 
 class Tiles(NamedTuple):
@@ -50,7 +51,7 @@ TileTable = Mapping[torch.dtype, Tiles]
 HALVES = (torch.bfloat16, torch.float16)
 TILES: TileTable = {
     **dict.fromkeys(HALVES, Tiles(Tile(128, 256, 64), Tile(128, 128, 64))),
-    torch.float32: Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 16, 2)),
+    torch.float32: Tiles(Tile(128, 128, 16, 2, num_stages=2), Tile(128, 64, 16, 2, num_stages=2)),
 }
 """From compute capability 9.0 on."""
 
@@ -199,7 +200,7 @@ class ExactProducts:
         most_held = max(0, (leaves - 1).bit_length() - 1)  # besides the last one, which stays in registers
         room = max(1, programs * most_held * tile.m * tile.n)
         self._launch(
-            replace(catalog.kernel("exact_product"), num_warps=tile.num_warps),
+            replace(catalog.kernel("exact_product"), num_warps=tile.num_warps, num_stages=tile.num_stages),
             programs,
             {
                 "left": left.values,

@@ -161,7 +161,7 @@ def run_changed(peer: Peer, case: Any, mutant: CompilationMutant) -> Any:
             constants: Mapping[str, Any],
             reached: Sequence[Tensor] = (),
         ) -> None:
-            ours = replace(changed, num_warps=kernel.num_warps)
+            ours = replace(changed, num_warps=kernel.num_warps, num_stages=kernel.num_stages)
             peer.launch(ours, num_blocks, arguments, constants, reached)
 
         return run_case(replace(peer, launch=launch), case)

@@ -94,7 +94,7 @@ def _product(as_given: Kernel, form: str, dtype: torch.dtype, tiles: TileTable) 
         constants: Mapping[str, Any],
         reached: Sequence[Tensor] = (),
     ) -> None:
-        changed = replace(as_given, num_warps=kernel.num_warps)
+        changed = replace(as_given, num_warps=kernel.num_warps, num_stages=kernel.num_stages)
         found.append(LaunchOf(changed, arguments, constants, f"{form} {str(dtype).removeprefix('torch.')}"))
 
     FORMS[form](ExactProducts(keep, 1, tiles), lambda *shape: torch.empty(*shape, dtype=dtype))

@@ -12,8 +12,8 @@ from shardproof.backend.kernels.kernel import Kernel
 WHOLE = ((0, 2),)
 
 
-class Recorded:
-    """A launcher that notes what is launched."""
+class Launches:
+    """A launcher that keeps what is launched."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Kernel, int, dict[str, Any], dict[str, Any]]] = []
@@ -23,12 +23,12 @@ class Recorded:
 
 
 def test_tiles_are_those_given() -> None:
-    recorded = Recorded()
+    launched = Launches()
     tile = Tile(32, 16, 8, parts=4, num_warps=2)
-    products = ExactProducts(recorded, 4, {torch.float32: Tiles(Tile(64, 64, 8), tile)})
+    products = ExactProducts(launched, 4, {torch.float32: Tiles(Tile(64, 64, 8), tile)})
     products.contract(torch.ones(40, 32), torch.ones(32, 20), 8, ((0, 4),))
     products.project(torch.ones(40, 16), torch.ones(20, 16))
-    (kernel, num_blocks, arguments, constants), (_, whole_blocks, _, whole) = recorded.launches
+    (kernel, num_blocks, arguments, constants), (_, whole_blocks, _, whole) = launched.launches
     assert (whole_blocks, whole["TILE_M"]) == (1, 64)
     assert (kernel.num_warps, num_blocks) == (2, 4)
     assert [constants[name] for name in ("TILE_M", "TILE_N", "TILE_K", "PARTS")] == [32, 16, 8, 4]
@@ -37,31 +37,31 @@ def test_tiles_are_those_given() -> None:
 
 
 def test_tiles_of_a_launch_are_those_of_the_module() -> None:
-    recorded = Recorded()
-    ExactProducts(recorded, 4).project(torch.ones(4, 4), torch.ones(4, 4))
-    constants = recorded.launches[0][3]
+    launched = Launches()
+    ExactProducts(launched, 4).project(torch.ones(4, 4), torch.ones(4, 4))
+    constants = launched.launches[0][3]
     assert tuple(constants[f"TILE_{dim}"] for dim in "MNK") == TILES[torch.float32].whole[:3]
 
 
 def test_the_matrices_of_all_experts_are_given_to_the_kernel() -> None:
-    recorded = Recorded()
+    launched = Launches()
     weight = torch.ones(5, 8, 12)[:, 1:7, 2:10]
-    products = ExactProducts(recorded, 4)
+    products = ExactProducts(launched, 4)
     products.project_experts(torch.ones(6, 8), weight, [(4, 0, 6)])
     products.contract_experts(torch.ones(6, 6), weight, [(4, 0, 6)], 3, WHOLE)
-    for _, _, arguments, _ in recorded.launches:
+    for _, _, arguments, _ in launched.launches:
         assert arguments["right"].shape == weight.shape and arguments["right"].data_ptr() == weight.data_ptr()
         assert arguments["problems"].tolist()[1] == 4 * 8 * 12
-    assert [(each[2]["right_column"], each[2]["right_k"]) for each in recorded.launches] == [(12, 1), (1, 12)]
+    assert [(each[2]["right_column"], each[2]["right_k"]) for each in launched.launches] == [(12, 1), (1, 12)]
 
 
 def test_nothing_is_launched_without_rows() -> None:
-    recorded = Recorded()
-    products = ExactProducts(recorded, 4)
+    launched = Launches()
+    products = ExactProducts(launched, 4)
     assert products.project(torch.ones(0, 4), torch.ones(3, 4)).shape == (0, 3)
     assert products.project_experts(torch.ones(0, 4), torch.ones(2, 3, 4), [(0, 0, 0)]).shape == (0, 3)
     assert products.expert_weight_gradient(torch.ones(0, 4), torch.ones(0, 3), []).shape == (0, 4, 3)
-    assert recorded.launches == []
+    assert launched.launches == []
 
 
 def test_leaves_of_nodes_are_added_as_their_trees_say() -> None:
