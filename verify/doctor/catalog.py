@@ -77,7 +77,7 @@ CHECKS = (
     Check("step", "a tp2 step is that of one device", "training:step", needs=shared_memory),
     Check("files", "a file in this folder comes back", "training:files"),
     Check("triton", "Triton loads", "kernels:triton"),
-    Check("kernels", "kernels on the floors that are here", "kernels:floors", 120, triton),
+    Check("kernels", "kernels on the floors that are here", "kernels:floors", 600, triton),
     Check("gpu-products", "products by cuBLAS repeat their bits", "gpus:products", 120, a_gpu, on_gpu=True),
     Check(
         "gpu-exact-products", "our exact products", "gpu_products:exact_products", 120, a_gpu_and_triton, on_gpu=True
