@@ -257,7 +257,7 @@ def _wrong_of(kernel: Kernel, size: tuple[int, int], architecture: int) -> str:
 
 
 def check_kernels(names: Sequence[str] = (), architectures: Iterable[int] = (90,)) -> dict[str, str]:
-    """`what_is_wrong` with each kernel of those names, of the whole catalog without, for the first architecture where
+    """`what_is_wrong` with each kernel of those names, without them of all that meet, for the first architecture where
     something is. They are compiled in a process of its own, which Triton's compiler may fill with its messages."""
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"]
     asked = json.dumps([list(names), list(architectures)])
@@ -273,7 +273,7 @@ def main() -> None:
 
     names, architectures = json.loads(sys.stdin.read())
     found = {}
-    for kernel in (each for each in KERNELS if not names or each.name in names):
+    for kernel in (each for each in KERNELS if (each.name in names if names else each.meets)):
         wrong = (
             (architecture, what_is_wrong(kernel, architecture))
             for architecture in architectures
