@@ -14,6 +14,17 @@ from .kernel import Kernel
 from .peers import OF_RANKS
 
 
+def launch_alone(
+    kernel: Kernel,
+    num_blocks: int,
+    arguments: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    reached: Sequence[Tensor] = (),
+) -> None:
+    """Runs a kernel that meets nobody on the current GPU, as `Launcher`."""
+    kernel.function[(num_blocks,)](**arguments, **constants, **kernel.options)
+
+
 class DeviceLauncher:
     """Launches kernels on the current stream of the device of `memory`.
 
@@ -42,7 +53,7 @@ class DeviceLauncher:
         given = {**arguments, **constants, **kernel.options}
         with torch.cuda.device(self._device):
             if not kernel.meets:
-                kernel.function[(num_blocks,)](**given)
+                launch_alone(kernel, num_blocks, arguments, constants)
                 return
             variant = (kernel.name, num_blocks, *map(_kind, arguments.items()), *constants.items())
             if variant not in self.grids:

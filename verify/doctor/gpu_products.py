@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from ...backend.kernels.exact_products import ExactProducts, tiles_for
-from ...backend.kernels.kernel import Kernel
+from ...backend.kernels.launch import launch_alone
 from ...core.base.reduction import CarryTree, cut, maximal_nodes
 from .checks import Result, Table
 from .gpu_ranks import seconds_on_gpu
@@ -24,21 +23,10 @@ LEAVES = (512, 1024, 4096)
 CALLS = 10
 
 
-def launched(
-    kernel: Kernel,
-    num_blocks: int,
-    arguments: Mapping[str, Any],
-    constants: Mapping[str, Any],
-    reached: Sequence[Tensor] = (),
-) -> None:
-    """Launches a kernel that meets nobody, as `Launcher`."""
-    kernel.function[(num_blocks,)](**arguments, **constants, **kernel.options)
-
-
 def products_here() -> ExactProducts:
     """On the current GPU, a program on each multiprocessor."""
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return ExactProducts(launched, found.multi_processor_count, tiles_for(10 * found.major + found.minor))
+    return ExactProducts(launch_alone, found.multi_processor_count, tiles_for(10 * found.major + found.minor))
 
 
 def different(one: Tensor, other: Tensor) -> bool:

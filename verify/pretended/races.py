@@ -10,7 +10,7 @@ then: other streams' work must be over for one of them (torch, "CUDA semantics",
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .log import Entry
@@ -44,6 +44,10 @@ class Race:
     def __str__(self) -> str:
         second = "it is given to others" if self.second is None else str(self.second)
         return f"{self.rule}: memory {self.memory}: {second}, while {self.first} may go on"
+
+
+Report = Callable[[str, int, Use, Use | None], None]
+"""Takes the rule, the memory and the two uses of a race."""
 
 
 @dataclass
@@ -107,8 +111,6 @@ class _Streams:
         elif entry.kind == "host waits for device":
             for clock in list(self.streams.values()):
                 _join(self.threads[entry.thread], clock)
-        elif entry.kind == "begins":
-            _join(self.threads[entry.thread], self.threads[int(entry.name)])
 
 
 def races(entries: Iterable[Entry]) -> list[Race]:
@@ -143,21 +145,21 @@ def races(entries: Iterable[Entry]) -> list[Race]:
     return list(found.values())
 
 
-def _reads(known: _Memory | None, memory: int, use: Use, streams: _Streams, race: object) -> None:
+def _reads(known: _Memory | None, memory: int, use: Use, streams: _Streams, race: Report) -> None:
     if known is None:
         return
     if known.written is not None and not streams.is_over(known.written, use.entry.stream):
-        race("read-before-written", memory, known.written, use)  # type: ignore[operator]
+        race("read-before-written", memory, known.written, use)
     known.reads[use.entry.stream] = use
 
 
-def _writes(known: _Memory | None, memory: int, use: Use, streams: _Streams, race: object) -> None:
+def _writes(known: _Memory | None, memory: int, use: Use, streams: _Streams, race: Report) -> None:
     if known is None:
         return
     for before in known.uses:
         if not streams.is_over(before, use.entry.stream):
             rule = "written-twice" if before is known.written else "written-while-read"
-            race(rule, memory, before, use)  # type: ignore[operator]
+            race(rule, memory, before, use)
     known.written, known.reads = use, {}
 
 

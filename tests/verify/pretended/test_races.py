@@ -33,15 +33,6 @@ CASES = {
         [*MADE, Entry("host waits for stream", 2, 0, ""), USED],
         ["read-before-written"],
     ),
-    "a thread that begins knows what its maker knew": (
-        [
-            *MADE,
-            Entry("host waits for stream", 1, 0, ""),
-            Entry("begins", 2, 0, "1"),
-            op(5, reads=(7,), thread=2),
-        ],
-        [],
-    ),
     "let go of while another stream uses it": (
         [*MADE, RECORDED, WAITED, USED, Entry("free", 1, 0, "7")],
         ["freed-in-use"],
