@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ...core.base.errors import InternalError, PlanError
+
 SOURCE = Path(__file__).parent / "csrc" / "pretended_cuda.cpp"
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 BUILD_S = 600.0
@@ -18,7 +20,7 @@ BUILD_S = 600.0
 def library() -> Path:
     """Where the library for the installed torch lies. Building it takes half a minute, once.
 
-    Raises `RuntimeError` where there is no C++ compiler, or it fails.
+    Raises `PlanError` where there is no C++ compiler, `InternalError` where it fails.
     """
     import torch
 
@@ -35,7 +37,7 @@ def library() -> Path:
 def _build(torch: Path, made: Path) -> None:
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if compiler is None:
-        raise RuntimeError("pretended CUDA needs a C++ compiler, and none is found. Install g++, or set CXX.")
+        raise PlanError("pretended CUDA needs a C++ compiler, and none is found. Install g++, or set CXX.")
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         new = Path(folder) / made.name
         done = subprocess.run(
@@ -50,5 +52,5 @@ def _build(torch: Path, made: Path) -> None:
             timeout=BUILD_S,
         )
         if done.returncode:
-            raise RuntimeError(f"pretended CUDA is not built: {done.stderr[:2000]}")
+            raise InternalError(f"pretended CUDA is not built: {done.stderr[:2000]}")
         new.replace(made)

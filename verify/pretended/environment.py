@@ -8,6 +8,9 @@ from pathlib import Path
 
 from .build import library
 
+MOST_DEVICES = 16
+"""As many as the library has room for."""
+
 STUBS = Path(__file__).parent / "stubs.py"
 
 AT_START = '''"""Loads pretended CUDA before torch, and puts what Python sees of it into torch once that is loaded."""
@@ -49,7 +52,7 @@ def environment(folder: str | Path, *, devices: int = 8, log: bool = False) -> M
     """The environment of this process with pretended CUDA. `folder` is one of the caller's, which the processes look
     into; with `log` each leaves there, in `logs`, what it gave to streams.
 
-    Raises `RuntimeError` where the library cannot be built.
+    Raises `PlanError` where there is no C++ compiler, `InternalError` where it fails.
     """
     folder = Path(folder)
     (folder / "sitecustomize.py").write_text(AT_START)

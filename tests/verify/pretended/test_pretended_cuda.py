@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.verify.pretended.__main__ import examined
+from shardproof.core.plan.plan import Plan
 from shardproof.verify.pretended.changes import CHANGES, PLANS
 from shardproof.verify.pretended.environment import environment
+from shardproof.verify.pretended.examine import examined
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None,
@@ -61,9 +62,8 @@ def test_a_process_without_the_environment_has_no_cuda() -> None:
 
 @pytest.mark.parametrize("plan", ["tp2-pp2", pytest.param("dp2-zero1", marks=pytest.mark.full)])
 def test_a_step_has_the_bits_of_one_device_and_no_race(plan: str) -> None:
-    different, found = examined(PLANS[plan])
-    assert different == 0
-    assert found and not any(found.values()), found
+    found = examined(Plan.from_toml(PLANS[plan]))
+    assert found.ok and found.races, found.text()
 
 
 @pytest.mark.full
@@ -79,6 +79,12 @@ FEW = ("what is handed over is taken at once", "gradients are not kept")
     "change", [pytest.param(each, id=each.what, marks=() if each.what in FEW else pytest.mark.full) for each in CHANGES]
 )
 def test_what_is_made_wrong_is_found(change) -> None:
-    different, found = examined(PLANS[change.plan], change=change.what)
-    assert different == 0  # what a device may do later is done at once here
-    assert change.rule in {race.rule for of_rank in found.values() for race in of_rank}
+    found = examined(Plan.from_toml(PLANS[change.plan]), change=change.what)
+    assert found.bits_different == 0  # what a device may do later is done at once here
+    assert change.rule in {race.rule for of_rank in found.races.values() for race in of_rank}
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    command = [sys.executable, "-m", "shardproof.verify.pretended", "no-such-plan.toml"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "no-such-plan.toml" in done.stderr
