@@ -168,7 +168,9 @@ class Trainer:
             return self._fit_as_rank()
         _check_picklable(self._job)
         if self.transport == "nccl":
-            _check_devices(self.plan.world_size)
+            from .base.environment import check_devices  # imports torch
+
+            check_devices(self.plan.world_size)
         preload(*libraries_of(self.plan, saves=self.plan.checkpoint.folder is not None))
         try:
             ranks = run_ranks(
@@ -226,16 +228,6 @@ class Trainer:
             checkpoint=rank.checkpoint,
             skipped_steps=tuple(step.step for step in rank.steps if step.skipped),
             first_step=rank.first_step,
-        )
-
-
-def _check_devices(needed: int) -> None:
-    """Raises `PlanError` where this machine has fewer GPUs than ranks would take."""
-    import torch
-
-    if (found := torch.cuda.device_count()) < needed:
-        raise PlanError(
-            f"nccl needs a CUDA device per rank, {needed} here, and torch finds {found}. Use shm, or fewer ranks."
         )
 
 

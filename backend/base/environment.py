@@ -9,6 +9,8 @@ import platform
 import numpy as np
 import torch
 
+from ...core.base.errors import PlanError
+
 
 def environment(device: torch.device) -> dict[str, str]:
     """By name, in words that are equal where the same kernels run."""
@@ -24,3 +26,12 @@ def environment(device: torch.device) -> dict[str, str]:
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     return found
+
+
+def check_devices(needed: int) -> None:
+    """Raises `PlanError` where this machine has fewer GPUs than ranks would take."""
+    if (found := torch.cuda.device_count()) < needed:
+        raise PlanError(
+            f"{needed} CUDA devices are needed (nccl: one for each rank), and torch finds {found}. Compute on the "
+            "processor (transport shm), or use fewer ranks."
+        )

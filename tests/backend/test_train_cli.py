@@ -230,4 +230,4 @@ def test_bad_input_of_training_is_reported_in_a_sentence(options, message, capsy
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_nccl_without_a_gpu_is_refused_before_ranks_start(capsys):
     assert main([*TINY, "--transport", "nccl"]) == 2
-    assert "nccl needs a CUDA device per rank" in capsys.readouterr().err
+    assert "CUDA devices are needed (nccl: one for each rank), and torch finds 0" in capsys.readouterr().err

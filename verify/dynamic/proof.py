@@ -151,6 +151,10 @@ def prove(
     small, changes = twin(plan, most_ranks) if isinstance(plan, Plan) else provable(plan, unsupported(plan))
     if fault is not None:
         fault.check(only_model(small, "--inject"))
+    if device == "cuda":
+        from ...backend.base.environment import check_devices  # imports torch
+
+        check_devices(small.world_size if transport == "nccl" else 1)
     one = one_device(small)
     assumptions = probed(one, device)
     job = ProofJob(small, steps, block=block, scenario=scenario, device=device)

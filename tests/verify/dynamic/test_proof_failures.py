@@ -1,10 +1,11 @@
-"""A proof whose ranks fail by a defect of ours: that is no finding about the plan, and ends with 3."""
+"""A proof that cannot be made: ranks fail by a defect of ours, which ends with 3, or GPUs are not here."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from shardproof.core.base.errors import RankDefect
+from shardproof.core.base.errors import PlanError, RankDefect
 from shardproof.core.commands.cli import main
 from shardproof.core.plan.plan import Plan
 from shardproof.verify.dynamic.proof import prove
@@ -56,3 +57,18 @@ def test_prove_raises_what_the_command_says():
     with pytest.raises(RankDefect) as caught:
         prove(Plan.from_toml(PLAN), transport="memory")
     assert str(caught.value).startswith(WORDS) and caught.value.global_rank == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize(
+    ("transport", "device", "message"),
+    [
+        (None, "cuda", "1 CUDA devices are needed"),
+        ("nccl", None, "2 CUDA devices are needed"),
+        ("gloo", "cuda", "gloo moves tensors of the processor"),
+        ("nccl", "cpu", "NCCL moves tensors of GPUs"),
+    ],
+)
+def test_a_proof_on_gpus_that_are_not_here_is_the_users_matter(transport, device, message) -> None:
+    with pytest.raises(PlanError, match=message):
+        prove(Plan.from_toml(PLAN), transport=transport, device=device)
