@@ -28,8 +28,10 @@ CHECKED = 50_000
 """Calls of an all-reduce whose results are looked at; each meets twice."""
 
 TIMED = 200
+"""Calls in a graph."""
 
 NUM_REPLAYS = 300
+"""Of a graph, each looked at."""
 
 
 def peer_on(place: Place, num_bytes: int = BUFFER_BYTES) -> Peer:

@@ -14,6 +14,7 @@ from ...backend.transport.base import Transport
 
 LIMIT_S = 100.0
 ON_ONE = 3
+"""Ranks on the only GPU."""
 
 
 @dataclass(frozen=True)
