@@ -124,10 +124,10 @@ class Router(nn.Module):
         used_here(counts)
         return torch.stack(counts).sum(0)
 
-    def update_bias(self, rate: float) -> None:
-        """Aux-loss-free balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1): `rate` more for an expert that had
-        less than the mean of `step_counts`, `rate` less for one that had more. Counts are integers, so this has no
-        rounding to differ in."""
+    def update_bias(self, rate: Tensor) -> None:
+        """Aux-loss-free balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1): `rate`, fp32 [], more for an
+        expert that had less than the mean of `step_counts`, `rate` less for one that had more. Counts are integers, so
+        this has no rounding to differ in."""
         if self.expert_bias is None:
             return
         assert self.step_counts is not None
