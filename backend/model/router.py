@@ -96,7 +96,8 @@ class Router(nn.Module):
         weights_BSK = _weights(scores_BSE, experts_BSK, self.model)
         with self.context.recorder.layer(self.name):
             if training and self.expert_bias is not None:
-                self.counts[microbatch.index] = torch.bincount(experts_BSK.flatten(), minlength=self.model.num_experts)
+                chosen, counts = experts_BSK.flatten(), experts_BSK.new_zeros(self.model.num_experts)
+                self.counts[microbatch.index] = counts.index_add_(0, chosen, torch.ones_like(chosen))
             if training and self.adds_losses:
                 losses_BS = self._losses(scores_BSE, log_sum_BS, deciding_BSE)
                 self.losses[microbatch.index] = self.context.numerics.sum([losses_BS])

@@ -102,11 +102,8 @@ def test_skipped_steps_of_fp16_change_no_weight_and_do_not_count() -> None:
 
 
 def takes_the_larger(patches: Patches) -> None:
-    patches.replace(
-        training_rank,
-        "clip_coefficient",
-        lambda original: lambda norm, max_norm: (max_norm / (norm + 1e-6)).clamp(min=1.0),
-    )
+    larger = lambda norm, max_norm: (max_norm / (norm + 1e-6)).clamp(min=1.0)  # noqa: E731
+    patches.replace(training_rank, "clip_coefficient", lambda original: larger)
 
 
 def forgets_bias_correction(patches: Patches) -> None:
