@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 library: Any = None
@@ -78,7 +79,7 @@ ROOT = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 @ctypes.CFUNCTYPE(None)
 def _say_place() -> None:
     """Tells the library from where in the package the calling thread waits: `backend/ranks/totals.py:norm`."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and (not frame.f_code.co_filename.startswith(ROOT) or frame.f_globals is globals()):
         frame = frame.f_back
     place = "" if frame is None else f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_code.co_name}"
