@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -14,14 +16,17 @@ from shardproof.core.plan.plan import Plan
 from shardproof.core.schedule import CATALOG
 from shardproof.verify.matrix import matrix as command
 from shardproof.verify.matrix.covering import Row
+from shardproof.verify.matrix.kinds import FAMILIES, KINDS, kind_of
 from shardproof.verify.matrix.kinds import sample as kinds
 from shardproof.verify.matrix.layouts import FACTORS, expected_cost, features, matrix, num_ranks, plan_of, refusals
-from shardproof.verify.matrix.matrix import main, run_row
-from shardproof.verify.matrix.portions import smallest_cover
+from shardproof.verify.matrix.matrix import chosen_rows, main, run_row
+from shardproof.verify.matrix.portions import Part, smallest_cover
 from shardproof.verify.run.proof_run import ProofJob
 from shardproof.verify.run.references import Checked, References
 
 NUM_SAMPLES = 14
+
+KNOWN = {axis: {value for values in kinds.values() for value in values} for axis, kinds in KINDS.items()}
 
 
 @cache
@@ -65,6 +70,36 @@ def test_at_least_120_layouts_show_every_schedule_degree_precision_and_kind_of_l
         and values_of("dropout") == {"no", "yes"}
     )
     assert values_of("micro") == {1, 2, 3} and values_of("recompute") == set(FACTORS["recompute"])
+
+
+def met(rows: Sequence[Row]) -> set[frozenset[tuple[str, str | int]]]:
+    """The pairs of kinds in rows, one after the other."""
+    return {
+        frozenset((kind_of(a), kind_of(b))) for row in rows for a, b in product(features(row), repeat=2) if a[0] != b[0]
+    }
+
+
+def test_the_sample_is_of_the_matrix_and_every_pair_of_kinds_meets_in_it() -> None:
+    rows, sample = matrix().rows, chosen_rows(matrix().rows, sampled=True)
+    assert all(row in rows for row in sample)
+    assert met(sample) == met(rows) and len(met(rows)) > 2000
+    assert 35 <= len(sample) <= 60
+    assert sum(map(expected_cost, sample)) < 0.3 * sum(map(expected_cost, rows))
+
+
+def test_every_value_of_an_axis_with_kinds_has_one_kind() -> None:
+    values = {axis: {value for row in matrix().rows for name, value in features(row) if name == axis} for axis in KINDS}
+    assert values == KNOWN
+    assert sum(map(len, FAMILIES.values())) == len(values["schedule"])
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_parts_are_disjoint_together_whole_and_cost_the_same(number: int) -> None:
+    rows = matrix().rows
+    parts = [chosen_rows(rows, part=Part(i, number)) for i in range(1, number + 1)]
+    assert sorted(rows.index(row) for part in parts for row in part) == list(range(len(rows)))
+    costs = [sum(map(expected_cost, part)) for part in parts]
+    assert max(costs) < 1.1 * min(costs)
 
 
 def test_every_refusal_says_what_would_be_admitted() -> None:

@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
-
 import pytest
 
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.cli import main
 from shardproof.verify.matrix import matrix, modules
-from shardproof.verify.matrix.covering import Row
-from shardproof.verify.matrix.kinds import FAMILIES, KINDS, kind_of
-from shardproof.verify.matrix.layouts import expected_cost, features
-from shardproof.verify.matrix.layouts import matrix as covering
-from shardproof.verify.matrix.matrix import chosen_rows
 from shardproof.verify.matrix.modules import LAYOUTS, chosen_plans
 from shardproof.verify.matrix.portions import WHOLE, Part, part_of
 from shardproof.verify.mutations.catalog import MUTANTS, SUBJECTS, TABLES, chosen
 from shardproof.verify.mutations.mutant import Stops
 
-KNOWN = {axis: {value for values in kinds.values() for value in values} for axis, kinds in KINDS.items()}
-
-
-def met(rows: Sequence[Row]) -> set[frozenset[tuple[str, str | int]]]:
-    """The pairs of kinds in rows, one after the other."""
-    return {
-        frozenset((kind_of(a), kind_of(b))) for row in rows for a, b in product(features(row), repeat=2) if a[0] != b[0]
-    }
-
-
-def test_the_sample_is_of_the_matrix_and_every_pair_of_kinds_meets_in_it() -> None:
-    rows, sample = covering().rows, chosen_rows(covering().rows, sampled=True)
-    assert all(row in rows for row in sample)
-    assert met(sample) == met(rows) and len(met(rows)) > 2000
-    assert 35 <= len(sample) <= 60
-    assert sum(map(expected_cost, sample)) < 0.3 * sum(map(expected_cost, rows))
-
-
-def test_every_value_of_an_axis_with_kinds_has_one_kind() -> None:
-    values = {
-        axis: {value for row in covering().rows for name, value in features(row) if name == axis} for axis in KINDS
-    }
-    assert values == KNOWN
-    assert sum(map(len, FAMILIES.values())) == len(values["schedule"])
-
 
 @pytest.mark.parametrize("number", range(1, 8))
-def test_parts_are_disjoint_together_whole_and_cost_the_same(number: int) -> None:
-    rows = covering().rows
-    parts = [chosen_rows(rows, part=Part(i, number)) for i in range(1, number + 1)]
-    assert sorted(rows.index(row) for part in parts for row in part) == list(range(len(rows)))
-    costs = [sum(map(expected_cost, part)) for part in parts]
-    assert max(costs) < 1.1 * min(costs)
+def test_parts_of_the_mutants_are_disjoint_and_together_whole(number: int) -> None:
     cut = [part_of(MUTANTS, Part(i, number), lambda _: 1.0, lambda each: each.bug) for i in range(1, number + 1)]
     assert sorted(mutant.id for part in cut for mutant in part) == sorted(mutant.id for mutant in MUTANTS)
 
