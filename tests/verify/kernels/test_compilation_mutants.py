@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers import kernel_jobs as jobs
+from helpers.gates import sampled
 from shardproof.verify.kernels.compilation_mutants import (
     COMPILATION_MUTANTS,
     CompilationMutant,
@@ -17,14 +18,15 @@ from shardproof.verify.kernels.processes import PTX_EXECUTED, Peers
 from shardproof.verify.kernels.product_mutants import PRODUCT_MUTANTS
 
 MUTANTS = (*COMPILATION_MUTANTS, *PRODUCT_MUTANTS)
+ON_PUSH = len(COMPILATION_MUTANTS) + 1
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, str]]:
-    return check_compilation_mutants(MUTANTS)
+def found(request: pytest.FixtureRequest) -> dict[str, dict[str, str]]:
+    return check_compilation_mutants(MUTANTS if request.config.getoption("--full") else MUTANTS[:ON_PUSH])
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@sampled("mutant", MUTANTS, on_push=ON_PUSH, ids=lambda mutant: mutant.name)
 def test_a_wrong_compilation_is_found(found: dict[str, dict[str, str]], mutant: CompilationMutant) -> None:
     said = found[mutant.name]
     assert set(said) == set(mutant.finds)
