@@ -51,8 +51,9 @@ class LayerContext:
     the one being run forward.
 
     `dtype` is the format of hidden states. `chunks` are the tokens of each sequence that this context-parallel rank
-    has, `query_chunks` those whose queries it attends from, which are the tokens of all its neighbours of `cp_inner`; `tokens` says which of those the ranks hold between the cut layers, and None means all (no sequence
-    parallelism). `lane` overlaps collectives with products, where the plan overlaps them (`runtime.tp_comm_overlap`).
+    has, `query_chunks` those whose queries it attends from: the tokens of all its neighbours of `cp_inner`. `tokens`
+    says which of `chunks` the ranks hold between the cut layers, and None means all (no sequence parallelism). `lane`
+    overlaps collectives with products, where the plan overlaps them (`runtime.tp_comm_overlap`).
     `comes_to` hears of each part of the stage (`embedding`, `layers.3`, `head`) before it runs forward.
     """
 

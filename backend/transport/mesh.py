@@ -38,14 +38,14 @@ class Mesh:
 
     `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `tp_gradients` joins the same ranks for
     gradients of their own tokens or heads, which are reduced outside the compute lane (None in a group of one), and
-    `tp_cp_gradients` those of all parts of a sequence; `cp` cuts sequences, of which `cp_inner` joins neighbours that exchange heads and
-    `cp_outer` those that exchange keys and values (`cp` itself without neighbours); `dp` cuts the batch and, as its fastest
-    axis, sequences; `copies(stage)` joins all copies of a stage; `model` spans tensor and pipeline parallelism (one
-    copy of the model, or two where stages have replicas); `embedding` joins the ranks that hold the first and the last
-    stage of the same slice (first stage first), and is None where that is one rank, or on ranks between; with ZeRO it
-    joins the ranks that hold different replicas of both (`Placement.crossed_ends_of`). With `experts`, `etp` and `ep`
-    cut and spread them, and `expert_copies(stage)` joins their copies. Channels come from `channel`. Raises
-    `ValueError` when layout, schedule and transport disagree about the number of ranks.
+    `tp_cp_gradients` those of all parts of a sequence; `cp` cuts sequences, of which `cp_inner` joins neighbours that
+    exchange heads and `cp_outer` those that exchange keys and values (`cp` itself without neighbours); `dp` cuts the
+    batch and, as its fastest axis, sequences; `copies(stage)` joins all copies of a stage; `model` spans tensor and
+    pipeline parallelism (one copy of the model, or two where stages have replicas); `embedding` joins the ranks that
+    hold the first and the last stage of the same slice (first stage first), and is None where that is one rank, or on
+    ranks between; with ZeRO it joins the ranks that hold different replicas of both (`Placement.crossed_ends_of`). With
+    `experts`, `etp` and `ep` cut and spread them, and `expert_copies(stage)` joins their copies. Channels come from
+    `channel`. Raises `ValueError` when layout, schedule and transport disagree about the number of ranks.
     """
 
     tp: Group

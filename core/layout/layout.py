@@ -132,8 +132,8 @@ class Layout(Bounded, section="layout", problem_type=LayoutError):
             divisors = [size for size in range(1, self.cp + 1) if self.cp % size == 0]
             yield (
                 "cp_inner",
-                f"cp_inner={self.cp_inner} does not divide cp={self.cp}, so its groups of neighbours cannot make up the "
-                f"context-parallel ranks. Use cp_inner among {', '.join(map(str, divisors))}.",
+                f"cp_inner={self.cp_inner} does not divide cp={self.cp}, so groups of so many neighbours are not all "
+                f"of its ranks. Use cp_inner among {', '.join(map(str, divisors))}.",
             )
         axes = self.order.split("-")
         if sorted(set(axes)) != sorted(axes) or not set(axes) <= set(AXES):

@@ -41,7 +41,8 @@ MOST_SHARED = 4096
 
 @lru_cache(maxsize=16)
 def _prices_of(*_family: object) -> dict[tuple[object, ...], Any]:
-    """The prices that plans of one model, cluster, stack, sharding, precision, numerics and exchange of keys share; empty at first."""
+    """The prices that plans share of one model, cluster, stack, sharding, precision and numerics, which exchange keys
+    and values in one way; empty at first."""
     return {}
 
 

@@ -105,7 +105,7 @@ def label(row: Row) -> str:
         if row.get("buckets", "one") != "one" and row["dp"] != 1 and row["cp"] == 1
         else []
     )
-    words += ["ring"] if row.get("keys") == "ring" and row["cp"] != 1 else []
+    words += [str(row["keys"])] if row.get("keys", "all_gather") != "all_gather" and row["cp"] != 1 else []
     return ", ".join([*words, *(["pp fastest"] if str(row.get("order")).startswith("pp") else [])])
 
 
