@@ -210,9 +210,7 @@ def _chosen(values: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """The values of a row with the plain ones of those factors that do nothing in it: such rows have one plan."""
     row = dict(zip(FACTORS, values, strict=True))
     idle = _idle(str(row["pipeline"]), dp=int(row["dp"]), cp=int(row["cp"]), zero=int(row["zero"]))
-    if row["keys"] == "heads, ring" and cp_inner_of(int(row["cp"]), "heads, ring") == row["cp"]:
-        row["keys"] = "heads"  # there is one level
-    return _values({**row, **{name: FACTORS[name][0] for name in idle}})
+    return _values({**row, "keys": keys_of(row), **{name: FACTORS[name][0] for name in idle}})
 
 
 @functools.cache
@@ -280,6 +278,13 @@ def _plan_of(values: tuple[str | int, ...]) -> Plan | Refusal:
         ),
     }
     return _first_plan(PROBLEMS[str(row["problem"])], layout, samples=samples, micro=micro, choices=choices)
+
+
+def keys_of(row: Row) -> str:
+    """How queries meet keys: where all of cp are neighbours there is one level only."""
+    keys = str(row.get("keys", "all_gather"))
+    one_level = keys == "heads, ring" and cp_inner_of(int(row["cp"]), keys) == row["cp"]
+    return "heads" if one_level else keys
 
 
 def cp_inner_of(cp: int, keys: str) -> int:

@@ -22,8 +22,8 @@ NUM_LAYERS = 3
 """Odd, so that pipelines cut them unevenly; one dense and two with experts in a mixture."""
 
 HEADS = (6, 8, 5, 7)
-"""Key/value heads, the first number that tp (times `cp_inner`) divides, else the first of all; 2 and 3 cut them at odd places
-of the canonical tree."""
+"""Key/value heads, the first number that tp (times `cp_inner`) divides, else the first of all; 2 and 3 cut them at odd
+places of the canonical tree."""
 
 EXPERTS = (6, 4)
 """Experts, the first number that ep divides."""

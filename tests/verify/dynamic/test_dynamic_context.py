@@ -132,6 +132,24 @@ def test_a_large_plan_keeps_context_parallelism_in_its_twin() -> None:
     assert proof.ok and proof.report["transport"] == "shm"
 
 
+@pytest.mark.parametrize(
+    ("degrees", "inner", "small"),
+    [
+        ({"cp": 8, "tp": 2, "dp": 1}, 4, (4, 2)),
+        ({"cp": 8, "tp": 2, "dp": 2}, 8, (2, 2)),
+        ({"cp": 8, "tp": 2, "dp": 2}, 2, (2, 2)),
+        ({"cp": 16, "dp": 1}, 4, (8, 2)),
+    ],
+    ids=["both levels", "heads alone", "no room for both levels", "cp alone"],
+)
+def test_a_twin_exchanges_heads_as_the_plan_does(degrees: dict[str, int], inner: int, small: tuple[int, int]) -> None:
+    layout = Layout(**degrees, cp_inner=inner)
+    cluster = cluster_preset("dgx-h100", layout.world_size)
+    plan = Plan(model_preset("llama2-7b"), cluster, layout, Batch(8, 1, 4096), precision=Precision("fp32"))
+    found, _ = twin(plan)
+    assert (found.layout.cp, found.layout.cp_inner) == small
+
+
 def test_a_dropped_reduction_is_found_on_the_rank_that_has_the_wrong_tokens() -> None:
     """Rank 3 is tensor-parallel rank 1 of the context-parallel rank that has the middle of the sequence."""
     fault = parse_fault("drop-reduction:3:layers.0.mlp.down")
