@@ -34,7 +34,7 @@ from ..gradients.gradients import ExpertCopies
 from ..gradients.parameter import Shard, canonical, canonical_slices
 from ..model.transformer import Stage
 from ..numerics import Contribution
-from ..numerics.token_product import TokenProduct
+from ..numerics.token_product import AddedInPlace
 from ..transport.base import Group, Transport
 from ..transport.process_group import ProcessGroupTransport
 from .base import DataParallel, SamplesOf
@@ -64,13 +64,14 @@ class HandedOver:
 
     def add(self, first_sample: int, contribution: Contribution) -> None:
         """Takes one microbatch's contribution, in storage orientation."""
-        assert isinstance(contribution, Tensor | TokenProduct), "fast numerics add up a microbatch at once"
-        value = contribution if isinstance(contribution, Tensor) else contribution.total()
+        assert isinstance(contribution, Tensor | AddedInPlace), "fast numerics add up a microbatch at once"
         parameter = getattr(self._unit, self._name)
         if parameter.grad is None:
-            parameter.grad = value
+            parameter.grad = contribution if isinstance(contribution, Tensor) else contribution.total()
+        elif isinstance(contribution, Tensor):
+            parameter.grad.add_(contribution)
         else:
-            parameter.grad.add_(value)
+            contribution.add_to(parameter.grad)
 
 
 class TorchShardedStage(DataParallel):

@@ -221,9 +221,9 @@ class DropoutKernel:
     def _dropped(self, sample: int, head: int, start: int, scores: Tensor) -> Tensor:
         """The mask of a block's scores [l, keys]."""
         context, model, sequence = self.context, self.context.model, self.context.chunks.num_items
-        first_head = (
-            context.plan.leaf_sizes.heads.owned_items(context.tp.size, context.tp.rank)[0] * model.query_heads_per_group
-        )
+        lo, hi = context.plan.leaf_sizes.heads.owned_items(context.tp.size, context.tp.rank)
+        inner = context.cp_inner
+        first_head = (lo + (hi - lo) // inner.size * inner.rank) * model.query_heads_per_group
         row = ((self.microbatch.first_sample + sample) * model.num_heads + first_head + head) * sequence + start
         queries, keys = (torch.arange(size, device=scores.device) for size in scores.shape)
         index = (row + queries.unsqueeze(-1)) * sequence + keys

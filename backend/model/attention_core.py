@@ -7,13 +7,15 @@ keys up to its own end, with a mask. The gradients of keys and values are sums o
 canonical tree over all blocks of the sequence, in which a block has nothing for keys behind its end. Context-parallel
 ranks bring keys and values together for the forward and again for the backward, and each gets the gradients of its own.
 A ring (Liu et al. 2023, Ring Attention, arXiv 2310.01889) is another way to send the same keys and values; what
-is computed with them stays the same.
+is computed with them stays the same. Neighbours (`layout.cp_inner`) exchange heads for tokens before and back after
+all this (`attention_exchange`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +28,7 @@ from ..base.autograd import Function
 from ..base.microbatch import Microbatch
 from ..tensor_parallel import LayerContext
 from .attention_blocks import Block, DropoutKernel, FusedKernel, Kernel, PaddedKernel, RepeatedKernel
-from .attention_exchange import KeySums, gathered, scattered
+from .attention_exchange import KeySums, gathered, heads_for_tokens, in_order, scattered, tokens_for_heads
 
 
 class AttentionCore(nn.Module):
@@ -46,9 +48,22 @@ class AttentionCore(nn.Module):
         self.window = context.model.window(context.chunks.num_items)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        microbatch = self.context.microbatch
-        assert microbatch is not None
-        (samples, heads, own, d), width, keys = q.shape, v.shape[-1], self.context.chunks_of(microbatch).num_items
+        microbatch = self.context.running_microbatch
+        if self.context.cp_inner.size == 1:
+            return self._attended(q, k, v, microbatch)
+        microbatch = replace(microbatch, documents=self._neighbours_documents(microbatch))
+        q, k, v = _TokensForHeads.apply(self, q, k, v)
+        return _HeadsForTokens.apply(self, self._attended(q, k, v, microbatch))
+
+    def _neighbours_documents(self, microbatch: Microbatch) -> Tensor | None:
+        """Where the documents begin that the tokens of all neighbours belong to."""
+        if microbatch.documents is None:
+            return None
+        with self.context.recorder.layer(self.name):
+            return in_order(self.context.cp_inner.all_gather(microbatch.documents), 1)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, microbatch: Microbatch) -> Tensor:
+        (samples, heads, own, d), width, keys = q.shape, v.shape[-1], self.context.query_chunks_of(microbatch).num_items
         with self.context.recorder.layer(self.name):
             self.context.recorder.product(own, keys, d, samples * heads)
             self.context.recorder.product(own, width, keys, samples * heads)
@@ -80,7 +95,7 @@ class AttentionCore(nn.Module):
 
     @cached_property
     def _is_one_block(self) -> bool:
-        return len(list(self.blocks(self.context.chunks))) == 1
+        return len(list(self.blocks(self.context.query_chunks))) == 1
 
     @property
     def takes_strides(self) -> bool:
@@ -114,6 +129,38 @@ class AttentionCore(nn.Module):
                 recorder.product(own, d, keys, 2 * count)
 
 
+class _TokensForHeads(Function):
+    """Queries, keys and values of all neighbours' tokens for a part of the heads; the backward sends their gradients
+    back."""
+
+    @staticmethod
+    def forward(ctx: Any, core: AttentionCore, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.core = core
+        with core.context.recorder.layer(core.name):
+            return tuple(tokens_for_heads(core.context.cp_inner, parts))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.core.context.recorder.layer(ctx.core.name):
+            return None, *heads_for_tokens(ctx.core.context.cp_inner, gradients)
+
+
+class _HeadsForTokens(Function):
+    """The result of this rank's tokens for all heads; the backward exchanges its gradient for that of a part of the
+    heads."""
+
+    @staticmethod
+    def forward(ctx: Any, core: AttentionCore, y: Tensor) -> Tensor:
+        ctx.core = core
+        with core.context.recorder.layer(core.name):
+            return heads_for_tokens(core.context.cp_inner, [y])[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        with ctx.core.context.recorder.layer(ctx.core.name):
+            return None, tokens_for_heads(ctx.core.context.cp_inner, [dy])[0]
+
+
 class _Blockwise(Function):
     """Block by block; in exact numerics in fp32, rounded once. Keys and values of other ranks are not
     kept for the backward."""
@@ -127,7 +174,7 @@ class _Blockwise(Function):
         keys, values = _keys_and_values(core, q, k, v, dtype)
         y = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
         saved: list[Tensor] = []
-        for block in core.blocks(core.context.chunks_of(microbatch)):
+        for block in core.blocks(core.context.query_chunks_of(microbatch)):
             mask = block.mask(microbatch.documents, dtype, q.device, window=core.window)
             part, for_backward = kernel.forward(
                 block.of(q, dtype), keys[:, :, : block.end], values[:, :, : block.end], mask, block.start
@@ -140,7 +187,7 @@ class _Blockwise(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, y, *saved), (core, kernel, microbatch) = ctx.saved_tensors, ctx.of
-        chunks = core.context.chunks_of(microbatch)
+        chunks = core.context.query_chunks_of(microbatch)
         core.record_backward(dy, q.shape[3], chunks.num_items)
         keys, values = _keys_and_values(core, q, k, v, y.dtype)
         dq, sums, blocks = torch.empty_like(q), KeySums(chunks, core.block_size(chunks)), list(core.blocks(chunks))

@@ -1,8 +1,14 @@
-"""Keys and values of whole sequences on every context-parallel rank, and their gradients back to
-the ranks that own them."""
+"""What context-parallel ranks exchange for attention: heads for tokens between neighbours, and between the others
+keys and values, whose gradients go back to the ranks that own them.
+
+Neighbours have chunks of the sequence that lie side by side, early and late ones: together they have the two chunks of
+one of cp_outer ranks. So after heads have been exchanged for tokens (DeepSpeed-Ulysses, arXiv 2309.14509), all goes on
+as with cp_outer ranks and a part of the heads.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,21 +37,55 @@ class KeySums:
         self.tree.insert((index, index + 1), value)
 
 
+def tokens_for_heads(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
+    """From [b, heads, s, n] of this rank's tokens [b, heads / size, size * s, n] of all members' tokens, in the order
+    of the sequence: member r gets the r-th even part of the heads of every tensor."""
+    outgoing = [
+        torch.cat([part.chunk(group.size, 1)[member].reshape(-1) for part in parts]) for member in range(group.size)
+    ]
+    arrived = group.all_to_all(outgoing, [tuple(each.shape) for each in outgoing])
+    shapes = [(part.shape[0], part.shape[1] // group.size, *part.shape[2:]) for part in parts]
+    return [in_order(pieces, 2) for pieces in _apart(arrived, shapes)]
+
+
+def heads_for_tokens(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `tokens_for_heads`."""
+    chunks = [part.chunk(2 * group.size, 2) for part in parts]
+    outgoing = [
+        torch.cat([torch.cat([each[member], each[-1 - member]], 2).reshape(-1) for each in chunks])
+        for member in range(group.size)
+    ]
+    arrived = group.all_to_all(outgoing, [tuple(each.shape) for each in outgoing])
+    shapes = [(*part.shape[:2], part.shape[2] // group.size, part.shape[3]) for part in parts]
+    return [torch.cat(pieces, 1) for pieces in _apart(arrived, shapes)]
+
+
+def in_order(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """The tokens of all members along `dim` in the order of the sequence: each has an early and a late chunk."""
+    halves = [piece.chunk(2, dim) for piece in pieces]
+    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
+
+
+def _apart(arrived: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[list[Tensor]]:
+    """Of each tensor what every member has sent; all members' have one shape."""
+    sizes = [math.prod(shape) for shape in shapes]
+    by_member = [flat.split(sizes) for flat in arrived]
+    return [[pieces[index].view(shape) for pieces in by_member] for index, shape in enumerate(shapes)]
+
+
 def gathered(context: LayerContext, parts: Sequence[Tensor]) -> list[Tensor]:
     """Tensors [b, groups, keys, n] of the whole sequence, contiguous, from those of this rank's tokens."""
-    group = context.cp
+    group = context.cp_outer
     if group.size == 1:
         return list(parts)
     own = torch.cat(list(parts), -1)
     members = _ring_gather(group, own) if context.plan.runtime.context_parallel == "ring" else group.all_gather(own)
-    halves = [member.chunk(2, 2) for member in members]
-    whole = torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], 2)
-    return [part.contiguous() for part in whole.split([part.shape[-1] for part in parts], -1)]
+    return [part.contiguous() for part in in_order(members, 2).split([part.shape[-1] for part in parts], -1)]
 
 
 def scattered(context: LayerContext, sums: KeySums, dtype: torch.dtype) -> Tensor:
     """The sums over all blocks of the sequence, of this rank's keys only, rounded to `dtype`."""
-    if context.cp.size == 1:
+    if context.cp_outer.size == 1:
         return sums.tree.root().to(dtype)
     return (_finished(context, sums) if context.numerics.mode == "exact" else _reduced(context, sums, dtype)).to(dtype)
 
@@ -66,9 +106,9 @@ def _finished(context: LayerContext, sums: KeySums) -> Tensor:
     """The canonical tree over all blocks: every rank sends each owner the rows of its nodes that are not
     zero, all in one exchange."""
     group, block, chunks = (
-        context.cp,
+        context.cp_outer,
         sums.block,
-        [Chunks(context.chunks.num_items, context.cp.size, rank) for rank in range(context.cp.size)],
+        [Chunks(context.chunks.num_items, context.cp_outer.size, rank) for rank in range(context.cp_outer.size)],
     )
     nodes = [Chunks(sums.blocks.num_items, group.size, rank).nodes() for rank in range(group.size)]
     assert sums.tree.nodes == nodes[group.rank]
@@ -91,7 +131,7 @@ def _finished(context: LayerContext, sums: KeySums) -> Tensor:
 
 def _reduced(context: LayerContext, sums: KeySums, dtype: torch.dtype) -> Tensor:
     """The library's sum over the ranks."""
-    group, chunks = context.cp, context.chunks
+    group, chunks = context.cp_outer, context.query_chunks
     first = sums.tree.value(sums.tree.nodes[0])
     total = first.new_zeros(*first.shape[:2], chunks.num_items, first.shape[3])
     for node in sums.tree.nodes:

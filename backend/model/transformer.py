@@ -57,13 +57,21 @@ class Stage(nn.Module):
         block: BlockFactory | None = None,
         experts: ExpertGroups | None = None,
         cp: Group | None = None,
+        cp_levels: tuple[Group, Group] | None = None,
     ):
         """Makes the initial weights from `plan.train.seed`. `block` makes a user's own transformer layers instead of
         ours; raises `PlanError` for one that cannot be trained (`own_block`)."""
         super().__init__()
         self.stage = stage
         self.context = context = LayerContext(
-            plan, tp=tp, numerics=numerics, recorder=recorder, observer=observer, experts=experts, cp=cp
+            plan,
+            tp=tp,
+            numerics=numerics,
+            recorder=recorder,
+            observer=observer,
+            experts=experts,
+            cp=cp,
+            cp_levels=cp_levels,
         )
         self.embedding = Embedding(context) if stage.embedding else None
         depths = range(plan.model.num_mtp_layers if stage.head else 0)

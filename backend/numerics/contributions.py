@@ -8,16 +8,17 @@ from typing import Protocol
 from torch import Tensor
 
 from .open_sums import OpenSums
-from .token_product import TokenProduct
+from .token_product import AddedInPlace
 
 Leaf = tuple[int, int]
 """A leaf of the expert gradients: a sample of the global batch and a token block of its sequence."""
 
-ExpertContribution = Tensor | Iterator[tuple[Leaf, Tensor]]
-"""What one microbatch adds to the gradient of all local experts: one tensor (fast), or one per leaf (exact)."""
+ExpertContribution = Tensor | AddedInPlace | Iterator[tuple[Leaf, Tensor]]
+"""What one microbatch adds to the gradient of all local experts: one tensor or products (fast), or one tensor per leaf
+(exact)."""
 
-Contribution = Tensor | TokenProduct | Sequence[Tensor] | OpenSums | ExpertContribution
-"""What one microbatch adds to a gradient: one tensor, or a product still to be computed (fast), one tensor per sample
+Contribution = Tensor | AddedInPlace | Sequence[Tensor] | OpenSums | ExpertContribution
+"""What one microbatch adds to a gradient: one tensor, or what is still to be computed (fast), one tensor per sample
 (exact), or one per leaf of experts (exact). Whoever receives it owns it."""
 
 

@@ -23,6 +23,7 @@ from .contributions import Accumulator, Contribution, ExpertContribution, Leaf
 from .copies import Copies
 from .observed import observed
 from .owned_leaves import OwnedLeaves
+from .token_product import ExpertProduct
 from .tree import add_in_place, fold
 
 
@@ -209,10 +210,8 @@ class FastExpertNumerics(ExpertNumerics):
     def expert_weight_gradient(
         self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves
     ) -> ExpertContribution:
-        total = torch.zeros(rows.num_experts, x_NC.shape[1], y_NF.shape[1], device=x_NC.device)
-        for group in rows.groups:
-            total[group.expert] = x_NC[group.first : group.last].t() @ y_NF[group.first : group.last]
-        return total
+        spans = [(group.expert, group.first, group.last) for group in rows.groups]
+        return ExpertProduct(x_NC, y_NF, spans, rows.num_experts)
 
     def expert_row_sums(self, x_NF: Tensor, rows: ExpertRows) -> ExpertContribution:
         total = torch.zeros(rows.num_experts, x_NF.shape[1], device=x_NF.device)

@@ -20,7 +20,7 @@ from .expert_rows import FastExpertNumerics
 from .heads import OwnedHeads, OwnedPart
 from .owned_leaves import OwnedLeaves
 from .summands import Summands
-from .token_product import TokenProduct
+from .token_product import AddedInPlace, LookupRows, TokenProduct
 from .tokens import OwnedTokens
 
 
@@ -70,7 +70,7 @@ class FastNumerics(FastExpertNumerics, Numerics):
         return x_BSLQD.sum((0, 1, 2, 3), dtype=torch.float32)
 
     def embedding_gradient(self, ids_BS: Tensor, gradient_BSH: Tensor, num_rows: int) -> Contribution:
-        return torch.ops.aten.embedding_dense_backward(gradient_BSH.float(), ids_BS, num_rows + 1, -1, False)[:num_rows]
+        return LookupRows(ids_BS, gradient_BSH, num_rows)
 
     def sum_lookups(self, rows_BSH: Tensor, group: Group, tokens: OwnedTokens | None) -> Tensor:
         return _summed(group, rows_BSH, tokens)
@@ -210,11 +210,11 @@ class FastAccumulator:
         return self.held[0]
 
     def add(self, first_sample: int, contribution: Contribution) -> None:
-        if isinstance(contribution, TokenProduct):
+        if isinstance(contribution, AddedInPlace):
             if self.held:
                 contribution.add_to(self.held[0])
             else:
-                self.held.append(contribution.total().to(self._dtype))
+                self.held.append(contribution.total(self._dtype))
             return
         assert isinstance(contribution, Tensor)
         if self.held:

@@ -94,6 +94,7 @@ class TrainingRank:
                 plan.stages[stage],
                 tp=self.mesh.tp,
                 cp=self.mesh.cp,
+                cp_levels=self.mesh.cp_levels,
                 numerics=self.numerics,
                 recorder=transport.recorder,
                 block=model,

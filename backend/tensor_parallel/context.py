@@ -52,8 +52,9 @@ class LayerContext:
     the one being run forward.
 
     `dtype` is the format of hidden states. `chunks` are the tokens of each sequence that this context-parallel rank
-    has; `tokens` says which of those the ranks hold between the cut layers, and None means all (no sequence
-    parallelism). `lane` overlaps collectives with products, where the plan overlaps them (`runtime.tp_comm_overlap`).
+    has, `query_chunks` those whose queries it attends from: the tokens of all its neighbours of `cp_inner`. `tokens`
+    says which of `chunks` the ranks hold between the cut layers, and None means all (no sequence parallelism). `lane`
+    overlaps collectives with products, where the plan overlaps them (`runtime.tp_comm_overlap`).
     `comes_to` hears of each part of the stage (`embedding`, `layers.3`, `head`) before it runs forward.
     """
 
@@ -66,15 +67,20 @@ class LayerContext:
         recorder: Recorder,
         observer: Observer | None = None,
         cp: Group | None = None,
+        cp_levels: tuple[Group, Group] | None = None,
         experts: ExpertGroups | None = None,
     ):
-        """Without `cp` the sequences are whole, without `experts` all experts."""
+        """Without `cp` the sequences are whole, without `experts` all experts. `cp_levels` are the ranks of `cp` that
+        exchange heads for tokens with this one, and those that exchange keys and values, by default all."""
         self.plan = plan
         self.model = plan.model
         self.tp = tp
         self.cp = SoloGroup("cp", tp.ranks[tp.rank], recorder) if cp is None else cp
+        alone = SoloGroup("cp_inner", tp.ranks[tp.rank], recorder)
+        self.cp_inner, self.cp_outer = (alone, self.cp) if cp_levels is None else cp_levels
         self.experts = solo_experts(tp.ranks[tp.rank], recorder) if experts is None else experts
         self.chunks = Chunks(plan.batch.sequence, self.cp.size, self.cp.rank)
+        self.query_chunks = Chunks(plan.batch.sequence, self.cp_outer.size, self.cp_outer.rank)
         self.tokens = owned_tokens(plan, tp, self.cp)
         self.numerics = numerics
         self.recorder = recorder
@@ -183,6 +189,10 @@ class LayerContext:
         its padding is left out."""
         whole = self.cp.size > 1 or microbatch.tokens.shape[1] == self.chunks.num_items
         return self.chunks if whole else Chunks(microbatch.tokens.shape[1])
+
+    def query_chunks_of(self, microbatch: Microbatch) -> Chunks:
+        """The tokens of each sequence of a microbatch that this rank's heads attend from."""
+        return self.chunks_of(microbatch) if self.cp.size == 1 else self.query_chunks
 
     def places(self) -> Tensor:
         """int64 [s]: where in the sequence the tokens of this context-parallel rank lie."""

@@ -38,17 +38,20 @@ class Mesh:
 
     `coordinates` are the rank's (`tp`, `cp`, `dp`, `pp`). `tp` cuts tensors; `tp_gradients` joins the same ranks for
     gradients of their own tokens or heads, which are reduced outside the compute lane (None in a group of one), and
-    `tp_cp_gradients` those of all parts of a sequence; `cp` cuts sequences; `dp` cuts the batch and, as its fastest
-    axis, sequences; `copies(stage)` joins all copies of a stage; `model` spans tensor and pipeline parallelism (one
-    copy of the model, or two where stages have replicas); `embedding` joins the ranks that hold the first and the last
-    stage of the same slice (first stage first), and is None where that is one rank, or on ranks between; with ZeRO it
-    joins the ranks that hold different replicas of both (`Placement.crossed_ends_of`). With `experts`, `etp` and `ep`
-    cut and spread them, and `expert_copies(stage)` joins their copies. Channels come from `channel`. Raises
-    `ValueError` when layout, schedule and transport disagree about the number of ranks.
+    `tp_cp_gradients` those of all parts of a sequence; `cp` cuts sequences, of which `cp_inner` joins neighbours that
+    exchange heads and `cp_outer` those that exchange keys and values (`cp` itself without neighbours); `dp` cuts the
+    batch and, as its fastest axis, sequences; `copies(stage)` joins all copies of a stage; `model` spans tensor and
+    pipeline parallelism (one copy of the model, or two where stages have replicas); `embedding` joins the ranks that
+    hold the first and the last stage of the same slice (first stage first), and is None where that is one rank, or on
+    ranks between; with ZeRO it joins the ranks that hold different replicas of both (`Placement.crossed_ends_of`). With
+    `experts`, `etp` and `ep` cut and spread them, and `expert_copies(stage)` joins their copies. Channels come from
+    `channel`. Raises `ValueError` when layout, schedule and transport disagree about the number of ranks.
     """
 
     tp: Group
     cp: Group
+    cp_inner: Group | None
+    cp_outer: Group | None
     tp_gradients: Group | None
     tp_cp_gradients: Group | None
     dp: Group
@@ -79,6 +82,11 @@ class Mesh:
         self.coordinates = layout.coordinates(here)
         self.tp = _paired(transport, "tp", layout.group_of(here, "tp"), baton)
         self.cp = _paired(transport, "cp", layout.group_of(here, "cp"), baton)
+        self.cp_inner = self.cp_outer = None
+        if layout.cp_inner > 1:
+            inner, outer = layout.context_groups_of(here)
+            self.cp_inner = _paired(transport, "cp_inner", inner, baton)
+            self.cp_outer = _paired(transport, "cp_outer", outer, baton)
         self.tp_gradients = self.tp_cp_gradients = None
         if layout.tp > 1:
             members = layout.group_of(here, "tp")
@@ -113,6 +121,11 @@ class Mesh:
         links = links_of(schedule, self.coordinates["pp"])
         # By (direction, peer, sending).
         self._channels = {link: _open_channel(transport, layout, self.coordinates, link) for link in links}
+
+    @property
+    def cp_levels(self) -> tuple[Group, Group] | None:
+        """Neighbours that exchange heads and those that exchange keys and values, where there are both levels."""
+        return None if self.cp_inner is None or self.cp_outer is None else (self.cp_inner, self.cp_outer)
 
     def copies(self, stage: int) -> Group:
         """The ranks that add up the gradients of one of this rank's stages, in the order of the samples they see: `dp`,

@@ -81,6 +81,15 @@ class Layout(Bounded, section="layout", problem_type=LayoutError):
         read_by="core.layout.layout",
     )
     cp: int = option("context parallelism", default=1, minimum=1, bound=DEVICES, read_by="core.layout.layout")
+    cp_inner: int = option(
+        "how many neighbours of cp exchange heads for tokens (Ulysses); others exchange keys and values",
+        default=1,
+        kw_only=True,
+        minimum=1,
+        bound=DEVICES,
+        more="The two levels are those of Megatron-Core's hierarchical_context_parallel_sizes.",
+        read_by="core.program.attention",
+    )
     ep: int = option("expert parallelism", default=1, minimum=1, bound=DEVICES, read_by="core.layout.layout")
     etp: int | None = option(
         "tensor parallelism of experts",
@@ -119,6 +128,13 @@ class Layout(Bounded, section="layout", problem_type=LayoutError):
             return
         if self.vpp > 1 and self.pp == 1:
             yield "vpp", f"vpp={self.vpp} needs a pipeline, but pp=1. Set pp to 2 or more, or vpp=1."
+        if self.cp % self.cp_inner:
+            divisors = [size for size in range(1, self.cp + 1) if self.cp % size == 0]
+            yield (
+                "cp_inner",
+                f"cp_inner={self.cp_inner} does not divide cp={self.cp}, so groups of so many neighbours are not all "
+                f"of its ranks. Use cp_inner among {', '.join(map(str, divisors))}.",
+            )
         axes = self.order.split("-")
         if sorted(set(axes)) != sorted(axes) or not set(axes) <= set(AXES):
             yield "order", f"order={shown(self.order)} must name each of {'-'.join(AXES)} at most once."
@@ -143,9 +159,14 @@ class Layout(Bounded, section="layout", problem_type=LayoutError):
     @property
     def degrees(self) -> str:
         """The degrees above one, for people: `tp2 pp2 dp2`, or `one device`."""
-        sizes = {name: getattr(self, name) for name in ("tp", "cp", "ep", "pp", "vpp", "dp")}
+        sizes = {name: getattr(self, name) for name in ("tp", "cp", "cp_inner", "ep", "pp", "vpp", "dp")}
         shown = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         return " ".join([*shown, *([f"etp{self.expert_tp}"] if self.expert_tp != self.tp else [])]) or "one device"
+
+    @property
+    def cp_outer(self) -> int:
+        """How many groups of `cp_inner` neighbours share a sequence; they exchange keys and values."""
+        return self.cp // self.cp_inner
 
     @property
     def num_stages(self) -> int:
@@ -183,6 +204,13 @@ class Layout(Bounded, section="layout", problem_type=LayoutError):
     def group_of(self, global_rank: int, axes: str) -> list[int]:
         """The one dense group over `axes` that contains a rank."""
         return self._group_of(global_rank, axes, self.sizes)
+
+    def context_groups_of(self, global_rank: int) -> tuple[list[int], list[int]]:
+        """The context-parallel ranks that exchange heads with a rank, its neighbours, and those that exchange keys and
+        values with it, `cp_inner` apart."""
+        members, here = self.group_of(global_rank, "cp"), self.coordinates(global_rank)["cp"]
+        first = here - here % self.cp_inner
+        return members[first : first + self.cp_inner], members[here % self.cp_inner :: self.cp_inner]
 
     def expert_group_of(self, global_rank: int, axes: str) -> list[int]:
         """The one expert group over `axes` that contains a rank."""

@@ -149,10 +149,10 @@ def sequences_are_cut(plan: Plan) -> bool:
     return plan.layout.cp > 1 and plan.numerics.mode == "exact"
 
 
-def returned_rows(plan: Plan, cp_rank: int) -> int:
-    """Rows of key and value gradients that leave a rank for their owners: of every node of its blocks of
-    queries those up to its end."""
-    cp, block = plan.layout.cp, plan.leaf_sizes.gradient_token_block
+def returned_rows(plan: Plan, cp: int, cp_rank: int) -> int:
+    """Rows of key and value gradients that leave one of the `cp` ranks that exchange keys and values for their owners:
+    of every node of its blocks of queries those up to its end."""
+    block = plan.leaf_sizes.gradient_token_block
     chunks = [Chunks(plan.batch.sequence, cp, rank) for rank in range(cp)]
     nodes = Chunks(plan.batch.sequence // block, cp, cp_rank).nodes()
     others = (owner for owner in chunks if owner.cp_rank != cp_rank)

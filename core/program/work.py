@@ -48,6 +48,7 @@ class Collective:
     |---|---|
     | `tp`, `cp` | one axis of the dense grid (`Layout.groups`) |
     | `tp_cp` | both: all ranks that have parts of one sequence |
+    | `cp_inner`, `cp_outer` | neighbours of cp that exchange heads; ranks of cp that are `layout.cp_inner` apart |
     | `ep`, `etp` | one axis of the expert grid (`Layout.expert_groups`, where `etp` is called `tp`) |
     | `dp` | copies of dense parameters: the dp and cp axes of the dense grid together |
     | `edp` | copies of experts: the dp axis of the expert grid |

@@ -38,6 +38,8 @@ COMPONENT_OF_AXIS: Mapping[str, str] = {
     "tp": "tp_comm",
     "etp": "tp_comm",
     "cp": "cp_comm",
+    "cp_inner": "cp_comm",
+    "cp_outer": "cp_comm",
     "tp_cp": "cp_comm",
     "tp_cp_dp": "dp_comm",
     "ep": "ep_comm",
@@ -287,8 +289,9 @@ class BlockPricer:
         return "bf16" if dtype == "fp8" and role is Role.HEAD else dtype
 
     def _attention(self, found: tuple[Operation, ...], *, of: Pass) -> Part:
-        """The core on this rank's queries. With context parallelism all but the first of the cp blocks of keys and
-        values are sent while attention works on those before."""
+        """The core on this rank's queries. With context parallelism all but the first of the blocks of keys and values
+        are sent while attention works on those before. Heads that neighbours exchange for tokens come before and go
+        after it."""
         cluster, fused, backward = self.plan.cluster, self.profile.fused_attention, of == "input"
         dtype, share = self.plan.precision.dtype, self.profile.attention_share(cluster, backward=backward)
         dropout = self.profile.dropout
@@ -296,8 +299,10 @@ class BlockPricer:
             cluster, dtype, self.attention_shape, backward=backward, fused=fused, share=share, dropout=dropout
         )
         total = Part(Seconds(compute=seconds), attention_kernels(backward=backward, fused=fused))
-        exchange = self._in_turn((op for op in found if isinstance(op, Collective)), Role.CORE, of=of)
-        cp, comm_s = self.plan.layout.cp, exchange.seconds.cp_comm
+        sent = [op for op in found if isinstance(op, Collective)]
+        total += self._in_turn((op for op in sent if op.axis == "cp_inner"), Role.CORE, of=of)
+        exchange = self._in_turn((op for op in sent if op.axis != "cp_inner"), Role.CORE, of=of)
+        cp, comm_s = self.plan.layout.cp_outer, exchange.seconds.cp_comm
         if comm_s and self.profile.context_overlap:
             cover_s = seconds * (cp - 1) / cp
             exposed_s = max(slowed_s(cluster, cover_s, comm_s), comm_s) - cover_s
@@ -308,12 +313,13 @@ class BlockPricer:
     def attention_shape(self) -> AttentionShape:
         """The attention core of tensor- and context-parallel rank 0."""
         plan, model = self.plan, self.plan.model
-        groups = plan.leaf_sizes.heads.owned_items(plan.layout.tp, 0)[1]
+        inner = plan.layout.cp_inner
+        groups = plan.leaf_sizes.heads.owned_items(plan.layout.tp, 0)[1] // inner
         return AttentionShape(
             batch=plan.batch.micro_size,
             heads=groups * model.query_heads_per_group,
             kv_heads=groups,
-            queries=plan.batch.sequence // plan.layout.cp,
+            queries=plan.batch.sequence // plan.layout.cp * inner,
             keys=plan.batch.sequence,
             qk_head_dim=model.head_dim,
             v_head_dim=model.value_head_dim,

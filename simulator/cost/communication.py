@@ -41,7 +41,8 @@ MOST_SHARED = 4096
 
 @lru_cache(maxsize=16)
 def _prices_of(*_family: object) -> dict[tuple[object, ...], Any]:
-    """The prices that plans of one model, cluster, stack, sharding, precision and numerics share; empty at first."""
+    """The prices that plans share of one model, cluster, stack, sharding, precision and numerics, which exchange keys
+    and values in one way; empty at first."""
     return {}
 
 
@@ -99,18 +100,28 @@ class CommunicationPricing:
             shared = {}
         elif shared is None:
             shared = _prices_of(
-                plan.model, plan.cluster, self.profile, plan.data_parallel.shard, plan.precision, plan.numerics
+                plan.model,
+                plan.cluster,
+                self.profile,
+                plan.data_parallel.shard,
+                plan.precision,
+                plan.numerics,
+                plan.runtime.context_parallel,
+                plan.train.packed,
             )
             if len(shared) > MOST_SHARED:
                 shared.clear()
-        degrees = (layout.tp, layout.cp, layout.ep, layout.etp)
+        degrees = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp)
         self._spreads = spreads or _spreads_of(plan, shared.setdefault(("spreads",), {}))
         block_key = (*degrees, layout.sequence_parallel, plan.batch, plan.recompute)
         self._blocks: dict[tuple[object, ...], Any] = shared.setdefault(block_key, {})
         self._shared: dict[object, Any] = shared.setdefault((block_key, layout, self._owners, gathers_scheduled), {})
         # By stage its groups of equal layers; the axes over which layers communicate, and all axes.
         self._groups = [stage_groups(plan, stage) for stage in range(len(self._owners))]
-        inner = ("tp", *(axis for axis, size in (("cp", layout.cp), ("ep", layout.ep)) if size > 1))
+        sizes = {"cp": layout.cp, "cp_inner": layout.cp_inner, "ep": layout.ep}
+        inner = ("tp", *(axis for axis, size in sizes.items() if size > 1))
+        if 1 < layout.cp_inner < layout.cp:
+            inner = (*inner, "cp_outer")
         self._inner_axes = (*inner, "etp") if plan.model.is_moe else inner
         self._axes = (*self._inner_axes, "dp", "edp") if plan.model.is_moe else (*inner, "dp")
         # Seconds of a message by (sender, receiver), and the class of equal prices by stage.
@@ -247,6 +258,7 @@ def _spreads_of(plan: Plan, known: dict[tuple[object, ...], Spreads]) -> Spreads
     key = (
         layout.tp,
         layout.cp,
+        layout.cp_inner,
         layout.ep,
         layout.etp,
         layout.dp,

@@ -1,8 +1,9 @@
 """What our own backend holds besides saved activations: weight gradients before they are summed, and what
 REDUCE_GRAD and STEP bring.
 
-Weight gradients never pass through autograd (`backend.gradients.gradients`): each is a tensor of its own, added to the
-sum of its parameter at once, or in W, until which a closure per layer holds its input and its output's gradient.
+Weight gradients never pass through autograd (`backend.gradients.gradients`). In fast numerics each is computed into the
+sum of its parameter (`backend.numerics.token_product`), in exact ones it is a tensor of its own; at once, or in W,
+until which a closure per layer holds its input and its output's gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from .tensors import LayerTensors
 
 FP32_BYTES = 4
 
+PRODUCT_ROWS = 256
+"""Rows of a weight's gradient that are held besides the sum where a library cannot add a narrow product to an fp32 sum
+(`ROWS_AT_ONCE` of the backend)."""
+
 NORM_BEFORE = ("attention.qkv", "mlp.up")
 """Nodes of a product that bring the norm before it with them, if they keep its input: its own weight gradient needs
 that and its output's gradient."""
@@ -38,10 +43,10 @@ def own_nodes(nodes: Sequence[Node], tensors: LayerTensors) -> tuple[Node, ...]:
 def _own(node: Node, tensors: LayerTensors) -> Node:
     hidden, row = tensors.hidden, tensors.tokens * tensors.element
     inputs, gradients = node.weight_input_bytes, node.weight_gradient_bytes
-    weight = inputs // row * (gradients // row) * FP32_BYTES
+    weight = _product_bytes(inputs // row, gradients // row, tensors)
     if node.name == "embedding.tokens":
         inputs, gradients = node.saved_bytes, hidden
-        weight = (tensors.vocabulary + 1) * tensors.plan.model.hidden_size * FP32_BYTES
+        weight = _lookup_bytes(tensors)
     elif (node.name in NORM_BEFORE and node.saved_bytes) or node.name == "head.norm":
         inputs, gradients = inputs + hidden, gradients + hidden
     return replace(
@@ -51,6 +56,29 @@ def _own(node: Node, tensors: LayerTensors) -> Node:
         weight_input_bytes=inputs,
         weight_gradient_bytes=gradients,
     )
+
+
+def _product_bytes(takes: int, makes: int, tensors: LayerTensors) -> int:
+    """What the gradient of a weight [makes, takes] needs besides its sum."""
+    plan = tensors.plan
+    if plan.numerics.mode == "exact":
+        return takes * makes * FP32_BYTES
+    summed = plan.precision.gradient_dtype or "fp32"
+    operands = "fp32" if plan.precision.dtype == "fp32" else "bf16"
+    adds_narrow = plan.cluster.collective_library == "nccl" and summed == "fp32"  # cuBLAS can
+    if operands == summed or adds_narrow:
+        return 0
+    return takes * min(makes, PRODUCT_ROWS) * tensors.element
+
+
+def _lookup_bytes(tensors: LayerTensors) -> int:
+    """What the gradient of the token table needs besides its sum: of fp32 sums the rows that are added, with those of
+    other tensor-parallel ranks as zeros, else a table."""
+    plan, hidden_size = tensors.plan, tensors.plan.model.hidden_size
+    if plan.numerics.mode == "exact" or plan.precision.gradient_dtype == "bf16":
+        return (tensors.vocabulary + 1) * hidden_size * FP32_BYTES
+    copies = 2 if tensors.element < FP32_BYTES else 1
+    return copies * tensors.whole // tensors.element * FP32_BYTES
 
 
 def own_reduce_bytes(plan: Plan, stage: int, gradients_bytes: int) -> int:

@@ -51,7 +51,8 @@ def num_communicators(plan: Plan) -> int:
     """Groups of more than one rank that a rank belongs to: an axis each, gradients over cp and dp together, those
     of experts their own."""
     layout = plan.layout
-    cut = [layout.tp > 1, layout.cp > 1, layout.cp * layout.dp > 1, layout.pp > 1]
+    cut = [layout.cp_inner > 1, 1 < layout.cp_inner < layout.cp]
+    cut += [layout.tp > 1, layout.cp > 1, layout.cp * layout.dp > 1, layout.pp > 1]
     if plan.model.is_moe:
         cut += [layout.ep > 1, layout.expert_tp > 1 and layout.expert_tp != layout.tp]
         cut += [layout.expert_dp > 1 and layout.expert_dp != layout.cp * layout.dp]

@@ -76,7 +76,7 @@ def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
     profile = profile_of(plan).memory
     tensors = LayerTensors(plan, profile)
     layout = plan.layout
-    cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
+    cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp, layout.sequence_parallel)
     parts = _tapes_of(profile, plan.model, cut, plan.batch, plan.precision, plan.recompute, plan.numerics)
     by_composition: dict[tuple[object, ...], StageSizes] = {}
     found = []

@@ -128,14 +128,15 @@ class LayerTensors:
 
     @cached_property
     def attended_pairs(self) -> int:
-        """Pairs of a query of the first context-parallel rank and a key up to the end of the query's block."""
-        return sum((end - start) * end for start, end in self._query_blocks)
+        """Pairs of a query of the first context-parallel rank and a key up to the end of the query's block, per head
+        before neighbours exchange heads for tokens."""
+        return sum((end - start) * end for start, end in self._query_blocks) // self.plan.layout.cp_inner
 
     @cached_property
     def _query_blocks(self) -> tuple[tuple[int, int], ...]:
-        """Where the blocks of queries of the first context-parallel rank lie in the sequence."""
+        """Where the blocks of queries lie in the sequence that the first context-parallel rank attends from."""
         plan = self.plan
-        chunks = Chunks(plan.batch.sequence, plan.layout.cp, 0)
+        chunks = Chunks(plan.batch.sequence, plan.layout.cp_outer, 0)
         block = plan.leaf_sizes.gradient_token_block if plan.numerics.mode == "exact" else chunks.size
         return tuple((start, min(start + block, hi)) for lo, hi in chunks.spans for start in range(lo, hi, block))
 

@@ -17,7 +17,7 @@ from ...core.machine.cluster import ClusterSpec
 from ...core.machine.variation import LinkName, Variation, link_named, names_in
 from ...core.plan.plan import Plan
 from ...core.program import tied_ends
-from .spreads import DENSE_AXES, EXPERT_AXES, Spreads, strides
+from .spreads import CONTEXT_AXES, DENSE_AXES, EXPERT_AXES, Spreads, strides
 from .topology import Shares, Spread, card_of, cards_in_node, degraded, devices_in_node, leaf_of
 
 _GRIDS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("tp", "ep", "dp", "pp")}
@@ -85,7 +85,7 @@ class LinkShares:
     def of_group(self, axis: str, stage: int, *, pp_rank: int, dp_rank: int) -> Shares:
         """The slowest links of any group over `axis` that has a member on a pipeline and a data-parallel rank."""
         # modelled: a part of a group is as slow as the group
-        whole = axis.removesuffix("_shard").removesuffix("_replicate")
+        whole = "cp" if axis in CONTEXT_AXES else axis.removesuffix("_shard").removesuffix("_replicate")
         if whole in ("replica", "expert_replica"):
             copies, owners = "dp" if whole == "replica" else "edp", self._plan.placement.ranks[stage]
             cells = self._cells(copies)[:, dp_rank, list(owners)].min(axis=1)

@@ -26,6 +26,10 @@ EXPERT_AXES: Mapping[str, tuple[str, ...]] = {"ep": ("ep",), "etp": ("tp",), "ed
 """The same for the grid in which experts see the ranks."""
 
 
+CONTEXT_AXES = ("cp_inner", "cp_outer")
+"""Neighbours on the cp axis of the dense grid, and ranks as far apart as there are neighbours."""
+
+
 class Spreads:
     """The groups of a plan's tensor-parallel rank 0 of one data-parallel rank (0) on every pipeline
     rank, each looked at once.
@@ -82,6 +86,9 @@ class Spreads:
         plan, dense, here = self._plan, self._dense, self.global_rank(pp_rank)
         if axis in DENSE_AXES:
             return _group(here, [(plan.layout.sizes[name], dense[name]) for name in DENSE_AXES[axis]])
+        if axis in CONTEXT_AXES:
+            inner, stride = plan.layout.cp_inner, dense["cp"]
+            return _group(here, [(inner, stride) if axis == "cp_inner" else (plan.layout.cp_outer, stride * inner)])
         if axis in EXPERT_AXES:
             return _group(here, [(plan.layout.expert_sizes[name], self._expert[name]) for name in EXPERT_AXES[axis]])
         if axis in ("replica", "expert_replica"):

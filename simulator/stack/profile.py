@@ -183,6 +183,9 @@ class Profile:
     fused_gradients: bool = False
     """Weight-gradient products add to the sum over microbatches themselves."""
 
+    fuses_fast_gradients: bool = False
+    """They do in fast numerics; exact ones keep what they add apart."""
+
     separate_projections: bool = False
     """Queries, keys, values, gate and up are products of their own, whose input gradients are added up."""
 

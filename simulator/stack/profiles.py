@@ -27,6 +27,7 @@ _OWN = Profile(
     tensor_overlap_asked="backward",  # backend/tensor_parallel/linear.py
     overlaps_in_pairs="asked",
     reduces_by_program=True,
+    fuses_fast_gradients=True,  # backend/numerics/token_product.py
     unfuses_attention_dropout=True,  # backend/tensor_parallel/dropout.py
     host_kernels_counted=True,
     memory=MemoryProfile(  # backend/model, backend/tensor_parallel
@@ -59,6 +60,7 @@ def profile_of(plan: Plan) -> Profile:
         bool(model.hidden_dropout or model.attention_dropout),
         model.attention_dropout > 0,
         plan.cluster.collective_library != "nccl",
+        plan.numerics.mode == "fast",
     )
 
 
@@ -76,9 +78,12 @@ def _resolved(
     dropout: bool,
     attention_dropout: bool,
     on_cpus: bool,
+    fast: bool,
 ) -> Profile:
     stack = PROFILES[runtime.profile]
     profile = replace(stack, **_switches(stack, runtime, data_parallel, precision, vpp))
+    if fast and stack.fuses_fast_gradients:
+        profile = replace(profile, fused_gradients=True)
     if dropout:
         unfused = stack.unfuses_attention_dropout and attention_dropout
         profile = replace(profile, dropout=True, fused_attention=profile.fused_attention and not unfused)

@@ -71,7 +71,7 @@ SHRUNK_MODEL_FIELDS = (
     "v_head_dim",
 )
 
-DEGREES = ("tp", "cp", "pp", "dp", "ep", "etp", "stages")
+DEGREES = ("tp", "cp", "cp_inner", "pp", "dp", "ep", "etp", "stages")
 """What of a layout may shrink."""
 
 HEAD_DIM = 8
@@ -299,6 +299,8 @@ def _small_layout(plan: Plan) -> Layout:
         pipelines,
         *(range(min(2, degree), min(degree, MAX_WORLD_SIZE) + 1) for degree in wanted[1:]),
     ]
+    if levels := _keeps_levels(layout):
+        choices[2] = [degree for degree in choices[2] if len(divisors(degree)) > 2]
     size = max(MAX_WORLD_SIZE, math.prod(min(2, degree) for degree in wanted))
     legal = [degrees for degrees in itertools.product(*choices) if math.prod(degrees) <= size]
     if not legal:
@@ -318,8 +320,15 @@ def _small_layout(plan: Plan) -> Layout:
     copies = tp * cp * dp
     etp = None if layout.expert_tp == layout.tp else min(layout.expert_tp, 2 if copies % 2 == 0 else 1)
     ep = max(degree for degree in divisors(copies // (tp if etp is None else etp)) if degree <= layout.ep)
-    small = replace(layout, pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, stages=None)
+    cp_inner = 1 if layout.cp_inner == 1 else divisors(cp)[1] if levels else cp
+    small = replace(layout, pp=pp, tp=tp, cp=cp, cp_inner=cp_inner, dp=dp, ep=ep, etp=etp, stages=None)
     return small if layout.stages is None else replace(small, stages=_small_stages(plan, small.num_stages))
+
+
+def _keeps_levels(layout: Layout) -> bool:
+    """Whether both levels of context parallelism fit a twin, the smallest of which has four ranks for them."""
+    others = math.prod(min(2, degree) for degree in (layout.pp, layout.tp, layout.dp))
+    return 1 < layout.cp_inner < layout.cp and 4 * others <= MAX_WORLD_SIZE
 
 
 def _small_stages(plan: Plan, num_stages: int) -> str:
@@ -346,7 +355,7 @@ def _small_model(plan: Plan, layout: Layout) -> ModelSpec:
         num_layers = layout.num_stages * min(
             2 if layout.num_stages <= 2 else 1, -(-model.num_layers // plan.layout.num_stages)
         )
-    groups = small_tp * (2 if model.num_kv_heads > tp else 1)
+    groups = small_tp * max(2 if model.num_kv_heads > tp else 1, layout.cp_inner)
     per_group = min(model.query_heads_per_group, 2)
     heads = groups * per_group
     square = model.hidden_size == model.num_heads * model.head_dim

@@ -28,6 +28,7 @@ KINDS: Mapping[str, Mapping[str, tuple[str | int, ...]]] = {
     "recompute": {"none": ("none",), "selective": ("core", "parts", "inner"), "full": ("full", "first", "spread")},
     "messages": {"overlapped": ("overlapped",), "in turn": ("together", "in order")},
     "zero": {"none": (0,), "optimizer": (1, 2), "weights": (3,)},
+    "keys": {"keys": ("all_gather", "ring"), "heads": ("heads", "heads, ring")},
     "buckets": {"one": ("one",), "several": ("several", "overlapped")},
 }
 """The kinds of the axes that have more values than kinds, but for degrees; of other axes every value is a kind."""

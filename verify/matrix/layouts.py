@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from ...backend.unsupported import unsupported
 from ...core.base.divisors import divisors
@@ -78,6 +78,15 @@ MESSAGES: Mapping[str, tuple[bool | None, bool | None]] = {
 }
 """How messages between stages are sent: `p2p_overlap` and `p2p_batched`."""
 
+KEYS: Mapping[str, tuple[Literal["all_gather", "ring"], bool]] = {
+    "all_gather": ("all_gather", False),
+    "ring": ("ring", False),
+    "heads": ("all_gather", True),
+    "heads, ring": ("ring", True),
+}
+"""How queries meet keys: how these are sent, and whether neighbours exchange heads for tokens first: all of cp, or with
+a ring the fewest that cut it."""
+
 CUT_BY_TOKENS = ("batch", "numerics")
 """The sections of a plan that say how many tokens there are, and in what blocks."""
 
@@ -99,7 +108,7 @@ FACTORS: Mapping[str, tuple[str | int, ...]] = {
     "order": (DEFAULT_ORDER, "pp-dp-tp-cp-ep"),
     "overlap": ("no", "tp"),
     "ep_comm_overlap": ("no", "yes"),
-    "keys": ("all_gather", "ring"),
+    "keys": tuple(KEYS),
     "messages": tuple(MESSAGES),
     "zero": (0, 1, 2, 3),
     "shard": ("all", "some"),
@@ -201,7 +210,7 @@ def _chosen(values: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """The values of a row with the plain ones of those factors that do nothing in it: such rows have one plan."""
     row = dict(zip(FACTORS, values, strict=True))
     idle = _idle(str(row["pipeline"]), dp=int(row["dp"]), cp=int(row["cp"]), zero=int(row["zero"]))
-    return _values({**row, **{name: FACTORS[name][0] for name in idle}})
+    return _values({**row, "keys": keys_of(row), **{name: FACTORS[name][0] for name in idle}})
 
 
 @functools.cache
@@ -244,6 +253,7 @@ def _plan_of(values: tuple[str | int, ...]) -> Plan | Refusal:
             pp=pp,
             dp=dp,
             cp=cp,
+            cp_inner=cp_inner_of(cp, str(row["keys"])),
             ep=ep,
             etp=None if row["etp"] == "tp" else int(row["etp"]),
             vpp=vpp,
@@ -264,10 +274,25 @@ def _plan_of(values: tuple[str | int, ...]) -> Plan | Refusal:
             ep_comm_overlap=True if row["ep_comm_overlap"] == "yes" and schedule in PAIRED else None,
             p2p_overlap=MESSAGES[str(row["messages"])][0] if pp > 1 else None,
             p2p_batched=MESSAGES[str(row["messages"])][1] if pp > 1 else None,
-            context_parallel=None if cp == 1 else "ring" if row["keys"] == "ring" else "all_gather",
+            context_parallel=None if cp == 1 else KEYS[str(row["keys"])][0],
         ),
     }
     return _first_plan(PROBLEMS[str(row["problem"])], layout, samples=samples, micro=micro, choices=choices)
+
+
+def keys_of(row: Row) -> str:
+    """How queries meet keys: where all of cp are neighbours there is one level only."""
+    keys = str(row.get("keys", "all_gather"))
+    one_level = keys == "heads, ring" and cp_inner_of(int(row["cp"]), keys) == row["cp"]
+    return "heads" if one_level else keys
+
+
+def cp_inner_of(cp: int, keys: str) -> int:
+    """Neighbours that exchange heads for tokens."""
+    how, exchanges = KEYS[keys]
+    if not exchanges or cp == 1:
+        return 1
+    return cp if how == "all_gather" else divisors(cp)[1]
 
 
 def data_parallel_of(row: Row) -> DataParallel:

@@ -29,7 +29,7 @@ from ..run.proof_run import TransportName
 from ..run.references import References
 from .covering import Covering, Feature, Row
 from .kinds import sample
-from .layouts import MAX_RANKS, expected_cost, features, matrix, plan_of, reference_of, refusals
+from .layouts import MAX_RANKS, expected_cost, features, keys_of, matrix, plan_of, reference_of, refusals
 from .portions import WHOLE, Part, add_portions, parse_part, part_of
 
 STEPS = 3
@@ -105,7 +105,7 @@ def label(row: Row) -> str:
         if row.get("buckets", "one") != "one" and row["dp"] != 1 and row["cp"] == 1
         else []
     )
-    words += ["ring"] if row.get("keys") == "ring" and row["cp"] != 1 else []
+    words += [keys_of(row)] if keys_of(row) != "all_gather" and row["cp"] != 1 else []
     return ", ".join([*words, *(["pp fastest"] if str(row.get("order")).startswith("pp") else [])])
 
 

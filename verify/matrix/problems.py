@@ -22,8 +22,8 @@ NUM_LAYERS = 3
 """Odd, so that pipelines cut them unevenly; one dense and two with experts in a mixture."""
 
 HEADS = (6, 8, 5, 7)
-"""Key/value heads, the first number that tp divides, else the first of all; 2 and 3 cut them at odd places
-of the canonical tree."""
+"""Key/value heads, the first number that tp (times `cp_inner`) divides, else the first of all; 2 and 3 cut them at odd
+places of the canonical tree."""
 
 EXPERTS = (6, 4)
 """Experts, the first number that ep divides."""
@@ -104,9 +104,9 @@ class Problem:
             ("dropout", "yes" if self.dropout else "no"),
         )
 
-    def spec(self, *, tp: int, ep: int, sequence: int) -> ModelSpec:
+    def spec(self, *, tp: int, cp_inner: int, ep: int, sequence: int) -> ModelSpec:
         """The model with as many heads and experts as degrees can cut."""
-        heads = next((number for number in HEADS if number % tp == 0), HEADS[0])
+        heads = next((number for number in HEADS if number % (tp * cp_inner) == 0), HEADS[0])
         return ModelSpec(
             **{
                 "name": f"{self.name}-{heads}h",
@@ -128,8 +128,8 @@ class Problem:
     def _spec_of(self, *cut: int) -> ModelSpec:
         """`spec`, each made once."""
         if cut not in self._specs:
-            tp, ep, sequence = cut
-            self._specs[cut] = self.spec(tp=tp, ep=ep, sequence=sequence)
+            tp, cp_inner, ep, sequence = cut
+            self._specs[cut] = self.spec(tp=tp, cp_inner=cp_inner, ep=ep, sequence=sequence)
         return self._specs[cut]
 
     def _experts(self, tp: int, ep: int) -> dict[str, int]:
@@ -146,7 +146,7 @@ class Problem:
     def sections(self, layout: Layout, tokens: Tokens, batch: Batch) -> dict[str, Any]:
         """The sections of a plan that the problem and a layout choose, by name."""
         return {
-            "model": self._spec_of(layout.tp, layout.ep, tokens.sequence),
+            "model": self._spec_of(layout.tp, layout.cp_inner, layout.ep, tokens.sequence),
             "cluster": _host(layout.world_size),
             "layout": layout,
             "batch": batch,

@@ -14,6 +14,7 @@ from ...backend.model import attention_core, attention_exchange
 from ...backend.model.attention_blocks import Block
 from ...backend.model.attention_core import AttentionCore
 from ...backend.tensor_parallel import LayerContext
+from ...core.layout.layout import Layout
 from ...core.plan.sections import Runtime
 from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT
 from .mutant import Expected, Mutant
@@ -102,6 +103,18 @@ def joins_chunks_in_order_of_ranks(patches: Patches) -> None:
         return joined
 
     patches.replace(attention_core, "gathered", gathered)
+
+
+def takes_one_level_for_the_other(patches: Patches) -> None:
+    """Heads are exchanged between the ranks that should exchange keys and values, and these between neighbours."""
+    patches.replace(
+        Layout, "context_groups_of", lambda original: lambda layout, global_rank: original(layout, global_rank)[::-1]
+    )
+
+
+def joins_neighbours_in_order_of_ranks(patches: Patches) -> None:
+    """The tokens of neighbours are put together rank by rank, though each has an early and a late chunk."""
+    patches.replace(attention_exchange, "in_order", lambda original: lambda pieces, dim: torch.cat(list(pieces), dim))
 
 
 def counts_places_of_its_own(patches: Patches) -> None:
@@ -213,6 +226,23 @@ MUTANTS = (
         "NVIDIA/Megatron-LM#5243",
         plan=lambda: tiny(cp=2, train={"packed": True, "data": str(_documents())}),
         breaks=forgets_where_documents_begin,
+        expected=Expected(ACTIVATION, "layers.0.attention", ("other values",), ("F",), ranks=(0, 1)),
+    ),
+    Mutant(
+        "XX40",
+        "heads are exchanged for tokens in a group that is not the one of neighbours",
+        "sgl-project/sglang#33353",
+        plan=lambda: tiny(cp=4, cp_inner=2, sequence=32),
+        breaks=takes_one_level_for_the_other,
+        # the last queries of rank 0 see all keys, in another order
+        expected=Expected(ACTIVATION, "layers.0.attention", ("order only", "other values"), ("F",), ranks=(0, 1, 2, 3)),
+    ),
+    Mutant(
+        "XX41",
+        "after heads have been exchanged tokens lie as ranks do, and not as chunks",
+        "feifeibear/long-context-attention#53",
+        plan=lambda: tiny(cp=2, cp_inner=2),
+        breaks=joins_neighbours_in_order_of_ranks,
         expected=Expected(ACTIVATION, "layers.0.attention", ("other values",), ("F",), ranks=(0, 1)),
     ),
 )

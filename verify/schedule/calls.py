@@ -67,6 +67,9 @@ EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}
 """Axis of a collective -> the axes of the dense or the expert grid that it spans; gradients of dense layers
 are added over cp too."""
 
+CONTEXT_PARTS = {"cp_inner": "shard", "cp_outer": "replicate"}
+"""Axis of a collective -> which members of a cp group it joins: `layout.cp_inner` neighbours, or those so far apart."""
+
 REPLICA_AXES = {"replica": "dp", "expert_replica": "edp"}
 """Axis of a collective over all copies of a stage -> the axis of the copies that one pipeline rank's ranks hold."""
 
@@ -104,6 +107,9 @@ class Calls:
             return [each for group in self.groups(whole, stage) for each in _parts(group, min(size, len(group)), part)]
         if axis in DENSE_AXES:
             return [tuple(group) for group in self.layout.groups(DENSE_AXES[axis])]
+        if axis in CONTEXT_PARTS:
+            part, size = CONTEXT_PARTS[axis], self.layout.cp_inner
+            return [each for group in self.layout.groups("cp") for each in _parts(tuple(group), size, part)]
         if axis in EXPERT_AXES:
             return [tuple(group) for group in self.layout.expert_groups(EXPERT_AXES[axis])]
         if axis == "embedding":
@@ -118,7 +124,7 @@ class Calls:
                 self.layout.groups(f"{DENSE_AXES[base]}-pp") if base == "dp" else self.layout.expert_groups("dp-pp")
             )
             return [] if stage is None else self._across(self.placement.ranks[stage], spanned)
-        known = ", ".join([*DENSE_AXES, *EXPERT_AXES, "embedding", *REPLICA_AXES])
+        known = ", ".join([*DENSE_AXES, *CONTEXT_PARTS, *EXPERT_AXES, "embedding", *REPLICA_AXES])
         raise ScheduleError(f"unknown axis {axis!r} of a collective. Known: {known}; or global ranks such as 0+4.")
 
     @cached_property

@@ -22,7 +22,7 @@ from .parts import (
     normed,
     residual,
 )
-from .tensors import MisfitError, Part, open_over_context
+from .tensors import MisfitError, Part, open_over_context, share_of
 
 
 class Attention(LayerHalf):
@@ -71,20 +71,22 @@ class Attention(LayerHalf):
         """Products [s, k] x [k, n], `times` for every head, one after the other: `sizes` are their (name, n, k, times).
         Of keys and values those of the whole sample are needed, and their gradients are sums over all queries of it."""
         plan, wanted = self.ranks.plan, self._heads()
-        whole, last, cp = (0, self.ranks.keys), sizes[-1][0], self.ranks.plan.layout.cp
+        inner, outer = plan.layout.cp_inner, plan.layout.cp_outer
+        whole, last = (0, self.ranks.keys), sizes[-1][0]
 
         def product(name: str, n: int, k: int, times: int) -> Callable[[int, Part, Product], Part]:
             def compute(tp_rank: int, part: Part, found: Product) -> Part:
-                if part.extents != replace(wanted[tp_rank], tokens=whole).extents:
+                if part.extents != replace(share_of(wanted[tp_rank], inner), tokens=whole).extents:
                     raise MisfitError("the attention of a rank's heads needs all tokens of exactly these heads")
                 lo, hi = plan.leaf_sizes.heads.owned_items(self.ranks.tp, tp_rank)
                 heads = (hi - lo) * plan.model.query_heads_per_group * plan.batch.micro_size
-                check_shape(found, self.ranks.sequence, n, k, times * heads)
+                check_shape(found, self.ranks.queries, n, k, times * heads // inner)
                 if name != last:
                     return replace(part, value=apply(name, part.value))
-                value = apply(name, part.value) if cp == 1 else self.ranks.in_order_of(apply(name, part.value), cp)
-                result = replace(part, value=value, tokens=(0, self.ranks.sequence))
-                return open_over_context(result, cp) if phase == "input gradient" else result
+                value = apply(name, part.value)
+                value = value if outer == 1 else self.ranks.in_order_of(value, outer)
+                result = replace(part, value=value, tokens=(0, self.ranks.queries))
+                return open_over_context(result, outer) if phase == "input gradient" else result
 
             return compute
 

@@ -32,7 +32,7 @@ from ...core.program import (
 )
 from ...core.schedule.action import Kind
 from .expressions import MODULUS, Expression, apply, digest, exactly_summed, interval, summed, symbol, tree
-from .tensors import MisfitError, Part, collective, on_another_copy, over_context
+from .tensors import MisfitError, Part, collective, on_another_copy, over_context, over_heads
 
 Phase = Literal["forward", "recomputation", "input gradient", "weight gradient"]
 
@@ -106,6 +106,11 @@ class Ranks:
         """Tokens of a sample that a context-parallel rank has. All have equally many, and do the same with theirs: what
         runs here is the first of them, whose tokens count from 0; what it gets of others counts on."""
         return self.plan.batch.sequence // self.plan.layout.cp
+
+    @property
+    def queries(self) -> int:
+        """Tokens of a sample that a rank attends from: those of all its neighbours of `layout.cp_inner`."""
+        return self.sequence * self.plan.layout.cp_inner
 
     @property
     def keys(self) -> int:
@@ -202,8 +207,11 @@ class Ranks:
         if operation.group_size != size:
             self._note = self._note or f"{operation.op} over {axis} names {operation.group_size} ranks of {size}"
         by_tokens = layout.sequence_parallel
-        if axis == "cp":
-            return self.each(lambda _, part: over_context(operation.op, part, self.sequence, layout.cp), parts)
+        if axis == "cp_inner":
+            return self.each(lambda _, part: over_heads(operation.op, part, self.sequence, layout.cp_inner), parts)
+        if axis in ("cp", "cp_outer"):
+            own = self.queries if axis == "cp_outer" else self.sequence
+            return self.each(lambda _, part: over_context(operation.op, part, own, size), parts)
         try:
             if axis == "tp":
                 return collective(operation.op, parts, self.token_cut(len(parts)), by_tokens=by_tokens)

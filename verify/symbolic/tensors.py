@@ -87,6 +87,32 @@ def over_context(op: str, part: Part, own: int, cp: int) -> Part:
     raise MisfitError(f"{op} over cp is given tokens [{lo}, {hi}) of {cp * own}, of which every rank has {own}")
 
 
+def over_heads(op: str, part: Part, own: int, inner: int) -> Part:
+    """What the first of `inner` neighbours holds after they have exchanged heads for tokens, of which every one has
+    `own` of each sample, or back (all_to_all). An all_gather brings where documents begin, and nothing of `part`."""
+    if op == "all_gather":
+        return part
+    if op == "all_to_all" and part.leaves is None and part.features is not None:
+        axis, lo, hi = part.features
+        if part.tokens == (0, own) and axis == axis.removesuffix(_share(inner)):
+            return replace(part, tokens=(0, inner * own), features=(axis + _share(inner), lo, hi))
+        if part.tokens == (0, inner * own) and axis.endswith(_share(inner)):
+            return replace(part, tokens=(0, own), features=(axis.removesuffix(_share(inner)), lo, hi))
+    raise MisfitError(f"{op} over cp_inner is given {_extents_text(part)}, of which every rank has {own} tokens")
+
+
+def share_of(part: Part, inner: int) -> Part:
+    """A rank's heads as the first of `inner` neighbours has them that have exchanged heads for tokens."""
+    if inner == 1 or part.features is None:
+        return part
+    axis, lo, hi = part.features
+    return replace(part, features=(axis + _share(inner), lo, hi))
+
+
+def _share(inner: int) -> str:
+    return f" (1 of {inner} parts)"
+
+
 def on_another_copy(part: Part, axis: str, index: int) -> Part:
     """What the rank `index` steps along another axis holds: the same expression of its own samples."""
     value = Expression(digest(axis, index, part.value.ordered), digest(axis, index, part.value.unordered))

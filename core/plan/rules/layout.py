@@ -134,6 +134,23 @@ def token_blocks_admit_cp(layout: Layout, batch: Batch, numerics: Numerics, mode
             )
 
 
+def heads_admit_cp_inner(layout: Layout, model: ModelSpec) -> Iterator[str]:
+    """Ranks that exchange heads for tokens each get equally many whole groups of query, key and value heads."""
+    inner = layout.cp_inner
+    if inner == 1:
+        return
+    heads = leaf_sizes(model, 1).heads
+    counts = [hi - lo for lo, hi in (heads.owned_items(layout.tp, rank) for rank in range(layout.tp))]
+    if any(count % inner or not count for count in counts):
+        common = math.gcd(layout.cp, *counts)
+        legal = [size for size in divisors(common) if common]
+        yield (
+            f"cp_inner={inner} exchanges heads for tokens, but num_kv_heads={model.num_kv_heads} leave a "
+            f"tensor-parallel rank (tp={layout.tp}) {counts[0]} of them, which {inner} ranks cannot share evenly. "
+            f"Use cp_inner among {', '.join(map(str, legal))}; the rest of cp then exchanges keys and values."
+        )
+
+
 def torch_shards_by_itself(data_parallel: DataParallel, layout: Layout, numerics: Numerics) -> Iterator[str]:
     """Torch's fully_shard keeps parameters in parts, in fast numerics, and has its own buckets."""
     if data_parallel.library != "torch":

@@ -17,6 +17,7 @@ from .experts import (
 )
 from .layout import (
     cluster_is_filled,
+    heads_admit_cp_inner,
     heads_admit_tp,
     leaves_admit_tp,
     nodes_are_whole,
@@ -225,6 +226,12 @@ RULES: tuple[Rule, ...] = (
         ),
         "with context parallelism and exact numerics chunks are made of whole blocks of tokens",
         token_blocks_admit_cp,
+    ),
+    Rule(
+        "heads-admit-cp-inner",
+        ("layout.cp_inner", "layout.cp", "layout.tp", "model.num_kv_heads"),
+        "ranks that exchange heads for tokens each get equally many whole groups of query, key and value heads",
+        heads_admit_cp_inner,
     ),
     Rule(
         "experts-divide",

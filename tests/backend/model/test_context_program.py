@@ -63,6 +63,17 @@ LAYOUTS = [
     pytest.param(
         Layout(cp=2, tp=2, sequence_parallel=True), {"changes": {"num_mtp_layers": 2}}, id="cp2-tied-multi-token"
     ),
+    pytest.param(Layout(cp=2, cp_inner=2), {"model": "tiny-llama", "recompute": "selective"}, id="cp2-heads"),
+    pytest.param(Layout(cp=4, cp_inner=2), {"samples": 2, "ring": True}, id="cp4-heads2-ring"),
+    pytest.param(Layout(cp=4, cp_inner=2, dp=2), {"dtype": "bf16", "recompute": "full"}, id="cp4-heads2-dp2-bf16"),
+    pytest.param(
+        Layout(cp=2, cp_inner=2, tp=2, sequence_parallel=True),
+        {"model": "tiny-gpt", "samples": 2},
+        id="cp2-heads-tp2-sp",
+    ),
+    pytest.param(
+        Layout(cp=4, cp_inner=2), {"model": "tiny-deepseek", "samples": 2, "changes": DENSE}, id="cp4-heads2-latent"
+    ),
     pytest.param(Layout(cp=2, pp=2), {"model": "tiny-deepseek", "changes": DENSE}, id="cp2-latent-multi-token"),
 ]
 

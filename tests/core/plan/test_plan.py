@@ -440,6 +440,11 @@ BROKEN = {
         "exact numerics keep "
         "whole. Use gradient_token_block among [1, 2, 4, 8, 16, 32, 64]",
     ),
+    "heads-admit-cp-inner": (
+        ("cp = 1", "cp = 8\ncp_inner = 8"),
+        "num_kv_heads=96 leave a tensor-parallel rank (tp=8) 12 of them, which 8 ranks cannot share evenly. Use "
+        "cp_inner among 1, 2, 4",
+    ),
     "routers-exist": (
         ("steps = 20", "steps = 20\nrouter_z_loss = 0.001"),
         ("router_z_loss=0.001 is for routers, but model gpt3-175b"),

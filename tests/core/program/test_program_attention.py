@@ -88,6 +88,23 @@ def test_keys_and_values_are_gathered_forward_and_again_backward_where_their_gra
     assert core.input_gradient[0].op == "all_gather" and core.input_gradient[-1].op == "reduce_scatter"
 
 
+@pytest.mark.parametrize(("cp", "inner"), [(2, 2), (4, 2), (8, 4)])
+def test_neighbours_exchange_heads_and_gather_a_part_of_the_keys(cp, inner):
+    """DeepSpeed-Ulysses (arXiv 2309.14509, section 3.2): queries, keys and values there (8 + 4 + 4 heads) and 8 heads
+    back, of which (P - 1) / P leave; keys and values are then gathered by cp / P groups, of P times the tokens and
+    1 / P of the heads."""
+    core, outer = work_of(plan_of(cp=cp, cp_inner=inner), "attention.core"), cp // inner
+    hidden = B * S // cp * 8 * 8 * 2
+    back = ("all_to_all", inner, hidden * (inner - 1) // inner)
+    there = ("all_to_all", inner, 2 * hidden * (inner - 1) // inner)
+    assert sent(core.forward, "cp_inner") == [there, back]
+    assert sent(core.input_gradient, "cp_inner") == [back, there]
+    gathers = [("all_gather", outer, hidden * (outer - 1))] * (outer > 1)
+    assert sent(core.forward, "cp_outer") == gathers and not sent(core.forward, "cp")
+    (scores, _) = (each for each in core.forward if isinstance(each, Product))
+    assert (scores.m, scores.n, scores.count) == (S // cp * inner, S, B * 8 // inner)
+
+
 def test_a_rank_attends_from_its_queries_to_the_whole_sequence():
     scores, values = (each for each in work_of(plan_of(cp=4), "attention.core").forward if isinstance(each, Product))
     assert (scores.m, scores.n, scores.k, scores.count) == (S // 4, S, 8, B * 8)

@@ -23,6 +23,7 @@ from shardproof.simulator.cost.communication import Place, forget
 from shardproof.simulator.cost.pricing import PARTS, Pricing
 from shardproof.simulator.engine.attribution import Sort, busy_s, sorts_of
 from shardproof.simulator.engine.seconds import COMPONENTS, GRID, Seconds
+from shardproof.simulator.network.spreads import Spreads
 from shardproof.simulator.search.bounds import lower_bound_s
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.stack.profiles import PROFILES
@@ -268,6 +269,34 @@ def test_context_parallel_exchange_hides_behind_attention_where_the_stack_overla
         layer_of(plan(Layout(cp=cp), Runtime(name))).forward.seconds.cp_comm for name in ("megatron-te", "shardproof")
     )
     assert 0 <= hidden < shown / 2
+
+
+def test_neighbours_exchange_heads_inside_a_node_and_keys_go_between_nodes_in_a_part_of_the_bytes():
+    """16 context-parallel ranks on two nodes: 8 neighbours each, and pairs of ranks that are 8 apart."""
+    model = replace(model_preset("llama3-8b"), num_layers=4)
+    one, two = (
+        plan(Layout(cp=16, dp=2, cp_inner=inner), Runtime(context_parallel="ring"), model=model, sequence=65536)
+        for inner in (1, 8)
+    )
+    spreads = Spreads(two)
+    assert spreads.members("cp_inner", 0, 0).tolist() == list(range(8))
+    assert spreads.members("cp_outer", 0, 0).tolist() == [0, 8]
+    assert (spreads.spread("cp_inner", 0, 0).num_nodes, spreads.spread("cp_outer", 0, 0).num_nodes) == (1, 2)
+    groups = [two.layout.context_groups_of(rank) for rank in (0, 9, 31)]
+    assert groups == [
+        (list(range(8)), [0, 8]),
+        (list(range(8, 16)), [1, 9]),
+        (list(range(24, 32)), [23, 31]),
+    ]
+    assert layer_of(two).forward.seconds.cp_comm < layer_of(one).forward.seconds.cp_comm / 2
+
+
+@pytest.mark.parametrize("inner", [2, 4])
+def test_a_ring_and_a_gather_have_prices_of_their_own(inner):
+    """Plans that differ in nothing else share the prices of all else (`Pricing`)."""
+    ways = [Runtime(context_parallel=how) for how in ("all_gather", "ring", "all_gather")]
+    gather, ring, again = (layer_of(plan(Layout(cp=8, cp_inner=inner), way)).forward.seconds.cp_comm for way in ways)
+    assert gather == again != ring
 
 
 @pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.I, Kind.W])

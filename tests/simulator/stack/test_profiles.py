@@ -10,7 +10,7 @@ from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import DataParallel, Precision, Runtime, ScheduleChoice
+from shardproof.core.plan.sections import DataParallel, Numerics, Precision, Runtime, ScheduleChoice
 from shardproof.core.plan.stacks import SCALING_STACKS
 from shardproof.simulator.compute.compute import AttentionShape, attention_s
 from shardproof.simulator.simulation.simulate import simulate
@@ -28,7 +28,15 @@ def plan(runtime: Runtime, layout: Layout = Layout(tp=8, pp=4), **more) -> Plan:
 @pytest.mark.parametrize("name", PROFILES)
 def test_without_switches_a_plan_runs_as_its_profile(name):
     chosen = profile_of(plan(Runtime(name), Layout(tp=8, pp=4, vpp=2), schedule=ScheduleChoice("Interleaved1F1B")))
-    assert replace(chosen, memory=PROFILES[name].memory) == PROFILES[name]
+    stack = PROFILES[name]
+    fused = stack.fused_gradients or stack.fuses_fast_gradients
+    assert replace(chosen, memory=stack.memory) == replace(stack, fused_gradients=fused)
+
+
+def test_our_own_products_add_to_the_sums_of_gradients_in_fast_numerics_only():
+    fast, exact = (plan(Runtime(), numerics=Numerics(mode)) for mode in ("fast", "exact"))
+    assert profile_of(fast).fused_gradients and not profile_of(exact).fused_gradients
+    assert not profile_of(plan(Runtime("torchtitan"))).fused_gradients
 
 
 def test_megatron_overlaps_messages_with_interleaving_only():

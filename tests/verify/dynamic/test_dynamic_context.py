@@ -70,7 +70,19 @@ DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
             tiny(cp=2, tp=3, model="tiny-gpt-6h", changes=DROPOUT, recompute="selective"),
             id="cp2-tp3-dropout-selective",
         ),
+        pytest.param(
+            tiny(cp=4, cp_inner=2, samples=2, ring=True, changes=DROPOUT), id="cp4-heads-of-2-then-ring-dropout"
+        ),
+        pytest.param(
+            tiny(cp=2, cp_inner=2, model="tiny-llama", tp=2, sequence_parallel=True), id="cp2-heads-gqa-tp2-sp"
+        ),
         pytest.param(tiny(cp=2, pp=2, schedule="DualPipe", samples=8), id="cp2-replicas"),
+        pytest.param(
+            tiny(cp=6, cp_inner=3, model="tiny-gpt-6h", recompute="full", samples=2, block=2), id="cp6-heads-of-3"
+        ),
+        pytest.param(
+            tiny(cp=4, cp_inner=2, ep=2, model="tiny-deepseek", samples=2), id="cp4-heads-of-2-ep2-latent-experts-mtp"
+        ),
         pytest.param(
             tiny(cp=2, tp=2, ep=2, model="tiny-deepseek", sequence_parallel=True, samples=2),
             id="cp2-tp2-ep2-latent-experts-mtp",
@@ -98,6 +110,13 @@ def test_fast_numerics_over_3_parts_train_as_on_one_device() -> None:
     assert many.grad_norms == pytest.approx(one.grad_norms, rel=2e-5)
 
 
+def test_fast_numerics_exchange_heads_and_train_as_on_one_device() -> None:
+    plan = tiny(cp=4, cp_inner=2, mode="fast", model="tiny-llama")
+    many, one = (Trainer(each, transport="memory").fit() for each in (plan, one_device(plan)))
+    assert many.losses == pytest.approx(one.losses, rel=2e-6)
+    assert many.grad_norms == pytest.approx(one.grad_norms, rel=2e-5)
+
+
 def test_a_large_plan_keeps_context_parallelism_in_its_twin() -> None:
     layout = Layout(cp=4, tp=2, dp=4)
     cluster = cluster_preset("dgx-h100", layout.world_size)
@@ -111,6 +130,24 @@ def test_a_large_plan_keeps_context_parallelism_in_its_twin() -> None:
     assert "layout.cp 4 -> 2: to fit this host." in changes
     proof = prove(tiny(cp=2, samples=2), steps=1)
     assert proof.ok and proof.report["transport"] == "shm"
+
+
+@pytest.mark.parametrize(
+    ("degrees", "inner", "small"),
+    [
+        ({"cp": 8, "tp": 2, "dp": 1}, 4, (4, 2)),
+        ({"cp": 8, "tp": 2, "dp": 2}, 8, (2, 2)),
+        ({"cp": 8, "tp": 2, "dp": 2}, 2, (2, 2)),
+        ({"cp": 16, "dp": 1}, 4, (8, 2)),
+    ],
+    ids=["both levels", "heads alone", "no room for both levels", "cp alone"],
+)
+def test_a_twin_exchanges_heads_as_the_plan_does(degrees: dict[str, int], inner: int, small: tuple[int, int]) -> None:
+    layout = Layout(**degrees, cp_inner=inner)
+    cluster = cluster_preset("dgx-h100", layout.world_size)
+    plan = Plan(model_preset("llama2-7b"), cluster, layout, Batch(8, 1, 4096), precision=Precision("fp32"))
+    found, _ = twin(plan)
+    assert (found.layout.cp, found.layout.cp_inner) == small
 
 
 def test_a_dropped_reduction_is_found_on_the_rank_that_has_the_wrong_tokens() -> None:

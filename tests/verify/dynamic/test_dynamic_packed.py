@@ -54,6 +54,7 @@ def documents(tmp_path: Path) -> dict[str, Any]:
     [
         pytest.param({"cp": 2, "tp": 2, "sequence_parallel": True, "micro": 2}, id="learned-positions"),
         pytest.param({"cp": 3, "dp": 2, "model": "tiny-llama", "block": 2, "ring": True}, id="rotary-positions-ring"),
+        pytest.param({"cp": 4, "cp_inner": 2, "ring": True}, id="heads-of-2-then-ring"),
         pytest.param({"pp": 2, "block": 24, "micro": 2}, id="one-block"),
     ],
 )

@@ -72,6 +72,7 @@ def layouts(draw: st.DrawFn, is_moe: bool) -> tuple[str, Layout]:
         pp=pp,
         dp=dp,
         cp=cp,
+        cp_inner=draw(st.sampled_from(divisors(cp))),
         etp=etp,
         zero=draw(st.integers(0, 3)) if dp * cp > 1 else 0,
         ep=draw(st.sampled_from([n for n in divisors(ranks) if ranks % (n * (etp or tp)) == 0])) if is_moe else 1,

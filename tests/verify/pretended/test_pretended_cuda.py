@@ -54,6 +54,31 @@ def test_tensors_on_pretended_cuda_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert done.stdout == "right\n", done.stderr
 
 
+WEIGHT_GRADIENTS = """
+import torch
+from shardproof.backend.numerics.token_product import ROWS_AT_ONCE, InterleavedProduct, TokenProduct
+x, y = torch.randn(5, 2 * ROWS_AT_ONCE).bfloat16(), torch.randn(5, 3).bfloat16()
+exact = x.double().t() @ y.double()
+for device, worst in (("cpu", 0.1), ("cuda", 1e-5)):
+    product = TokenProduct(x.to(device), y.to(device))
+    total = product.total()
+    product.add_to(total)
+    error = (total.cpu() - 2 * exact).abs().max().item()
+    assert error <= worst and (device == "cuda" or error > 1e-3), (device, error)
+    parts = InterleavedProduct(torch.stack([x, -x]).to(device), y.to(device))
+    total = parts.total()
+    parts.add_to(total)
+    assert (total[0::2].cpu() - 2 * exact).abs().max() <= worst and torch.equal(total[0::2], -total[1::2])
+print("right")
+"""
+
+
+def test_on_cuda_a_bf16_weight_gradient_is_added_to_its_fp32_sum_without_rounding(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WEIGHT_GRADIENTS]
+    done = subprocess.run(command, env=dict(environment(tmp_path)), capture_output=True, text=True)
+    assert done.stdout == "right\n", done.stderr
+
+
 def test_a_process_without_the_environment_has_no_cuda() -> None:
     import torch
 

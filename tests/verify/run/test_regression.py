@@ -260,7 +260,9 @@ def scales_experts(patches: Patches) -> None:
 def scales_the_token_table(patches: Patches) -> None:
     """Sums of rows of the token table are a ten-thousandth too large."""
     patches.replace(
-        FastNumerics, "embedding_gradient", lambda original: lambda self, *args: original(self, *args) * 1.0001
+        FastNumerics,
+        "embedding_gradient",
+        lambda original: lambda self, ids, gradient, num_rows: original(self, ids, gradient * 1.0001, num_rows),
     )
 
 

@@ -319,6 +319,17 @@ at::Tensor as_strided(const at::Tensor& self, c10::IntArrayRef size, c10::IntArr
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
 
+// Products of bf16 operands in fp32, which CPUs have no kernel for.
+at::Tensor& addmm_dtype_out(const at::Tensor& self, const at::Tensor& left, const at::Tensor& right, at::ScalarType dtype, const at::Scalar& beta, const at::Scalar& alpha, at::Tensor& out) {
+  TORCH_CHECK(dtype == out.scalar_type() && dtype == at::kFloat, "out_dtype must be fp32, as out");
+  return at::addmm_out(out, self.to(dtype), left.to(dtype), right.to(dtype), beta, alpha);
+}
+
+at::Tensor& mm_dtype_out(const at::Tensor& left, const at::Tensor& right, at::ScalarType dtype, at::Tensor& out) {
+  TORCH_CHECK(dtype == out.scalar_type() && dtype == at::kFloat, "out_dtype must be fp32, as out");
+  return at::mm_out(out, left.to(dtype), right.to(dtype));
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -332,6 +343,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("unfold", TORCH_FN(at::native::unfold));
+  m.impl("addmm.dtype_out", addmm_dtype_out);
+  m.impl("mm.dtype_out", mm_dtype_out);
 }
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
