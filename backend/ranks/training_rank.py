@@ -21,6 +21,7 @@ from ...core.program.buckets import sums_are_sharded
 from ...core.program.expert_tokens import expert_nodes
 from ...core.schedule import lower
 from ...core.schedule.timeline import Span
+from ..base.host_copies import HostCopies
 from ..base.loss_scale import LossScale
 from ..base.observe import Observer
 from ..base.optimizer import Held, ShardedAdamW, clip_coefficient
@@ -88,6 +89,7 @@ class TrainingRank:
             make_numerics(plan, transport.device, global_rank=transport.global_rank) if numerics is None else numerics
         )
         pp_rank, (first, last) = self.mesh.coordinates["pp"], plan.tokens_of(self.mesh.coordinates["tp"])
+        self.copies = HostCopies(transport.device) if plan.offload.is_used else None
         self.stages = {
             stage: Stage(
                 plan,
@@ -99,6 +101,7 @@ class TrainingRank:
                 block=model,
                 experts=ExpertGroups(self.mesh.etp, self.mesh.ep) if plan.model.is_moe else None,
                 observer=observer,
+                copies=self.copies,
             )
             for stage in schedule.placement.stages_of(pp_rank)
         }
@@ -232,7 +235,8 @@ class TrainingRank:
     def live_meter(self) -> LiveMeter:
         """A meter for `step` that counts every tensor storage of this rank while it lives; it costs some
         microseconds an operation."""
-        meter = LiveMeter(self.transport.global_rank)
+        elsewhere = () if self.copies is None else (self.copies.owns,)
+        meter = LiveMeter(self.transport.global_rank, *elsewhere)
         meter.hold(self._weights)
         meter.hold(self.optimizer.state_tensors)
         return meter

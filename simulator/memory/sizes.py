@@ -14,14 +14,14 @@ from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mt
 from .own import own_nodes, own_reduce_bytes, own_step_bytes
 from .own_zero import backward_bytes, gathering_bytes
 from .static import gathered_bytes, gradients_bytes, optimizer_bytes, step_bytes, weights_bytes
-from .tape import EMPTY, Node, TapeMemory, tape_memory
+from .tape import Node, TapeMemory, tape_memory, with_offloaded
 from .tensors import LayerTensors
 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Bytes of one stage on its ranks: its tape for one microbatch, what is held of it throughout,
-    and what comes and goes."""
+    """Bytes of one stage on its ranks: its tape for one microbatch, what is held of it throughout, what comes and goes,
+    and what one microbatch keeps in host memory instead."""
 
     tape: TapeMemory
     weights_bytes: int
@@ -31,6 +31,7 @@ class StageSizes:
     gathered_bytes: int
     reduce_bytes: int = 0
     gathering_bytes: int = 0
+    offloaded_bytes: int = 0
 
 
 def stage_activation_bytes(plan: Plan) -> list[int]:
@@ -97,11 +98,12 @@ def _tapes_of(*_family: object) -> _Parts:
 
 def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> StageSizes:
     """The sizes of one stage; `parts` collects the tapes of its parts for the stages that follow."""
-    tape, profile = EMPTY, tensors.profile
-    for group in stage_groups(plan, stage):
+    profile, groups = tensors.profile, stage_groups(plan, stage)
+    for group in groups:
         if group.part not in parts:
             parts[group.part] = _part_memory(tensors, group)
-        tape = tape + parts[group.part].times(group.count)
+    tape = with_offloaded([(parts[group.part], group.count, group.offloaded) for group in groups])
+    offloaded = sum(parts[group.part].retained_bytes * group.count for group in groups if group.offloaded)
     if profile.separate_gradients:
         whole, weight = (
             backward_bytes(plan, stage, num_bytes) for num_bytes in (tape.backward_bytes, tape.weight_bytes)
@@ -110,13 +112,14 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> S
     return StageSizes(
         tape=tape
         if profile.defers_products
-        else replace(tape, deferred_bytes=tape.retained_bytes, split_bytes=tape.backward_bytes),
+        else replace(tape, deferred_bytes=tape.retained_bytes + offloaded, split_bytes=tape.backward_bytes),
         weights_bytes=weights_bytes(plan, profile, stage),
         gradients_bytes=gradients_bytes(plan, profile, stage),
         optimizer_bytes=optimizer_bytes(plan, profile, stage),
         step_bytes=step_bytes(plan, profile, stage),
         gathered_bytes=gathered_bytes(plan, stage),
         gathering_bytes=gathering_bytes(plan, stage) if profile.separate_gradients else 0,
+        offloaded_bytes=offloaded,
         reduce_bytes=own_reduce_bytes(plan, stage, gradients_bytes(plan, profile, stage))
         if profile.separate_gradients
         else 0,
