@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,21 +15,12 @@ Copy = tuple[Tensor, Tensor]
 """What is written, and what it is copied from."""
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """Bytes of the host's memory, page-locked where the device is a GPU, which may be written after `free_from`."""
-
-    memory: Tensor
-    free_from: Moment = None
-
-    def of(self, dtype: torch.dtype, length: int) -> Tensor:
-        """The first `length` elements of a format."""
-        return self.memory[: length * dtype.itemsize].view(dtype)
-
-
 class HostCopies:
     """A stream of a GPU for each direction, and the buffers of the host, which are used again by microbatches and steps.
     On a CPU what is given is done at once: the host's memory is then other memory of the same kind.
+
+    Both directions begin after what the current stream was given, and give it a moment to come after. So a buffer needs
+    no event of its own: whoever gives one back has let the current stream come after its copies.
 
     `sent_bytes` and `brought_bytes` count what has gone each way.
     """
@@ -40,19 +30,19 @@ class HostCopies:
         self.sent_bytes = self.brought_bytes = 0
         self._out, self._back = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         # By bytes the buffers that nobody holds, and the storages of all memory of the host.
-        self._spare: defaultdict[int, deque[Buffer]] = defaultdict(deque)
+        self._spare: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._storages: set[int] = set()
 
-    def take(self, num_bytes: int) -> Buffer:
+    def take(self, num_bytes: int) -> Tensor:
         """A buffer of at least so many bytes: a power of two, so that microbatches of other lengths use the same ones
         (torch's own allocator of page-locked memory rounds in the same way)."""
         size = 1 << max(0, num_bytes - 1).bit_length()
         spare = self._spare[size]
-        return spare.popleft() if spare else Buffer(self.empty(size, torch.uint8))
+        return spare.pop() if spare else self.empty(size, torch.uint8)
 
-    def give_back(self, buffer: Buffer, free_from: Moment) -> None:
-        """Others may write a buffer that was taken, after that moment."""
-        self._spare[len(buffer.memory)].append(Buffer(buffer.memory, free_from))
+    def give_back(self, buffer: Tensor) -> None:
+        """Others may have a buffer that was taken."""
+        self._spare[len(buffer)].append(buffer)
 
     def empty(self, length: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that copies go to while the device computes, [length]."""
@@ -64,10 +54,10 @@ class HostCopies:
         """Whether a storage is memory of the host that was made here."""
         return storage._cdata in self._storages
 
-    def send(self, copies: Iterable[Copy], after: Iterable[Moment] = ()) -> Moment:
+    def send(self, copies: Iterable[Copy]) -> Moment:
         """Begins to copy tensors of the device, which the current stream makes, to those of the host; the moment at
         which they are there. Until the current stream comes after it, somebody has to hold them."""
-        moment, num_bytes = self._begin(self._out, copies, after)
+        moment, num_bytes = self._begin(self._out, copies)
         self.sent_bytes += num_bytes
         return moment
 
@@ -79,13 +69,10 @@ class HostCopies:
         return moment
 
     @torch.no_grad()
-    def _begin(
-        self, stream: torch.cuda.Stream | None, copies: Iterable[Copy], after: Iterable[Moment] = ()
-    ) -> tuple[Moment, int]:
+    def _begin(self, stream: torch.cuda.Stream | None, copies: Iterable[Copy]) -> tuple[Moment, int]:
         given, num_bytes = now(self.device), 0
         with _current(stream):
-            for moment in (given, *after):
-                wait_for(moment, self.device)
+            wait_for(given, self.device)
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
                 num_bytes += target.nbytes

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .host_copies import Buffer, HostCopies
+from .host_copies import HostCopies
 from .streams import Moment, wait_for
 
 Stays = Callable[[int], bool]
@@ -36,14 +36,14 @@ class _Stored:
         self.on_device: Tensor | None = device_copy
         self.length, self.dtype = len(device_copy), device_copy.dtype
         self._copies = copies
-        self._buffer: Buffer = copies.take(device_copy.nbytes)
-        self.sent = copies.send([(self.host, device_copy)], [self._buffer.free_from])
+        self._buffer = copies.take(device_copy.nbytes)
+        self.sent = copies.send([(self.host, device_copy)])
         self.brought: Moment = None
 
     @property
     def host(self) -> Tensor:
         """The bytes in the buffer, as elements."""
-        return self._buffer.of(self.dtype, self.length)
+        return self._buffer[: self.length * self.dtype.itemsize].view(self.dtype)
 
     def again(self) -> Tensor:
         """Memory of the device for it, allocated by the current stream."""
@@ -51,7 +51,7 @@ class _Stored:
         return self.on_device
 
     def __del__(self) -> None:
-        self._copies.give_back(self._buffer, self.sent if self.brought is None else self.brought)
+        self._copies.give_back(self._buffer)
 
 
 class Saved:

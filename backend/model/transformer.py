@@ -147,7 +147,9 @@ class Stage(nn.Module):
         """What takes this forward's tensors to the host; None where none go, or nobody asks for them again."""
         if self._copies is None or not torch.is_grad_enabled():
             return None
-        weights = {each.untyped_storage().data_ptr() for own in self.shards.values() for each in (own.storage, own.operand)}
+        weights = {
+            each.untyped_storage().data_ptr() for own in self.shards.values() for each in (own.storage, own.operand)
+        }
         context = self.context
 
         def stays(address: int) -> bool:  # tables may be made by the first layer that needs them
