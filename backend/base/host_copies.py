@@ -16,8 +16,8 @@ Copy = tuple[Tensor, Tensor]
 
 
 class HostCopies:
-    """A stream of a GPU for each direction, and the buffers of the host, which are used again by microbatches and steps.
-    On a CPU what is given is done at once: the host's memory is then other memory of the same kind.
+    """A stream of a GPU for each direction, and buffers of the host that microbatches and steps use again. On a CPU
+    what is given is done at once: the host's memory is then other memory of the same kind.
 
     Both directions begin after what the current stream was given, and give it a moment to come after. So a buffer needs
     no event of its own: whoever gives one back has let the current stream come after its copies.

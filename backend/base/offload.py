@@ -1,9 +1,9 @@
 """What layers keep for their backward, in host memory meanwhile (`offload.activations`).
 
 A layer's saved tensors are copied when they are saved, under the products that follow. Their memory of the device is
-let go of when the next layer, or the forward, has ended: the compute stream then comes after the copies, so that nothing
-waits in the allocator. In the backward a layer's tensors come back while the layer behind it computes. Saved views
-share one copy of what they are views of. Weights and what lives longer anyway stay where they are.
+let go of when the next layer, or the forward, has ended: the compute stream then comes after the copies, so that
+nothing waits in the allocator. In the backward a layer's tensors come back while the layer behind it computes. Saved
+views share one copy of what they are views of. Weights and what lives longer anyway stay where they are.
 
 Hooks of saved tensors (`torch.autograd.graph.saved_tensors_hooks`) see what autograd saves; what a layer keeps besides,
 to compute a tensor again, it gives to `Kept` itself (`LayerContext.keep`).

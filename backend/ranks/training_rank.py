@@ -117,7 +117,13 @@ class TrainingRank:
         own_lane = tuple(self.stages) if late and own_parts else ()
         self._observation = None if observer is None else Observation(observer, plan, self.stages, own_lane)
         self.data_parallel = {stage: self._data_parallel(stage) for stage in self.stages}
-        self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
+        self.optimizer = ShardedAdamW(
+            self._held(),
+            plan.optimizer,
+            plan.train.learning_rate,
+            copies=self.copies,
+            offloaded=plan.offload.optimizer,
+        )
         self.batches = Batches(plan, self.mesh, transport)
         modules = None if joined is None else joined.world
         self.totals = Totals(

@@ -10,8 +10,9 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Entry:
     """What a thread did. `kind` is `op` or `collective` (on `stream`, called `name`, of the memory that it reads and
-    writes), `record` or `wait` of an event, `allocate`, `free` or `record_stream` of memory, `allocate host` or
-    `free host` of page-locked memory of the host, or a wait of the host. Memory and events have numbers that are used once. `label` says what the thread worked on."""
+    writes), `record` or `wait` of an event, `allocate`, `free` or `record_stream` of memory, `allocate host` or `free
+    host` of page-locked memory of the host, or a wait of the host. Memory and events have numbers that are used once.
+    `label` says what the thread worked on."""
 
     kind: str
     thread: int

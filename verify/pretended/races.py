@@ -4,8 +4,9 @@ A stream does its work in the order in which it was given. Between streams order
 stream for another, and from the host where a thread waits for a stream and then gives work to another; one thread knows
 nothing of what others have waited for. The caching allocator gives memory that is let go of to the next that asks on
 the stream it was allocated on, when that one and those that `record_stream` has named have done what they were given by
-then: other streams' work must be over for one of them (torch, "CUDA semantics", "Memory management"). Page-locked memory
-of the host that copies read and write is looked at in the same way, but for its end: its allocator waits for the copies.
+then: other streams' work must be over for one of them (torch, "CUDA semantics", "Memory management"). Page-locked
+memory of the host that copies read and write is looked at in the same way, but for its end: its allocator waits for the
+copies.
 """
 
 from __future__ import annotations

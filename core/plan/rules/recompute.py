@@ -81,6 +81,6 @@ def offloaded_layers_exist(offload: Offload, model: ModelSpec) -> Iterator[str]:
     """A model has as many layers as each of its stages is to offload; a stage with fewer offloads all of its own."""
     if offload.activations > model.num_layers:
         yield (
-            f"activations={offload.activations} layers of each stage keep what their backward needs in host memory, but "
-            f"model {model.name} has {model.num_layers}. Use at most {model.num_layers}."
+            f"activations={offload.activations} layers of each stage keep what their backward needs in host memory, "
+            f"but model {model.name} has {model.num_layers}. Use at most {model.num_layers}."
         )
