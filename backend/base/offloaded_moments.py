@@ -14,14 +14,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ...core.program.offload import PIECE_ELEMENTS
 from .host_copies import HostCopies
 from .streams import Moment, wait_for
-
-PIECE_ELEMENTS = 2**22
-"""Of each moment in a piece: 32 MiB of both, long enough for a link between host and device to reach its rate."""
-
-NUM_PIECES = 3
-"""Of them on the device at once: one comes, one is updated, one leaves."""
 
 ALIGNED_ELEMENTS = 64
 """Every tensor begins at a multiple of this, and is cut at one."""
@@ -56,9 +51,10 @@ class OffloadedMoments:
         shapes: Sequence[tuple[int, ...]],
         groups: Sequence[bool],
         *,
-        piece_elements: int = PIECE_ELEMENTS,
+        piece_elements: int | None = None,
     ):
-        """`shapes` of the tensors; a piece has tensors of one group only, equal ones of which follow each other."""
+        """`shapes` of the tensors; a piece has tensors of one group only, equal ones of which follow each other, and at
+        most `piece_elements`, by default `PIECE_ELEMENTS`."""
         self._copies = copies
         lengths = [math.prod(shape) for shape in shapes]
         padded = [-(-length // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS for length in lengths]
@@ -68,7 +64,7 @@ class OffloadedMoments:
             tuple(row[begin : begin + length].view(shape) for row in self._host)
             for begin, length, shape in zip(begins, lengths, shapes, strict=True)
         ]
-        self.pieces = _pieces(lengths, begins, groups, piece_elements)
+        self.pieces = _pieces(lengths, begins, groups, piece_elements or PIECE_ELEMENTS)
         self._sent: Moment = None
 
     def moments(self, tensor: int) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from shardproof.verify.matrix.portions import smallest_cover
 from shardproof.verify.run.proof_run import ProofJob
 from shardproof.verify.run.references import Checked, References
 
-NUM_SAMPLES = 14
+NUM_SAMPLES = 13
 
 
 @cache
