@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...backend.base import offload
+from ...backend.base import offload, offloaded_moments
 from ...backend.data_parallel import early
 from ...backend.gradients import gradients
 from ...backend.model import router
@@ -151,6 +151,14 @@ CHANGES = (
         offload.Kept,
         "arrive",
         offload.Kept.fetch,
+        "read-before-written",
+        "tp2-offload",
+    ),
+    Change(
+        "moments are updated before they have come",
+        offloaded_moments,
+        "wait_for",
+        _nothing,
         "read-before-written",
         "tp2-offload",
     ),
