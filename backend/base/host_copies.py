@@ -30,19 +30,19 @@ class HostCopies:
         self.sent_bytes = self.brought_bytes = 0
         self._out, self._back = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         # By bytes the buffers that nobody holds, and the storages of all memory of the host.
-        self._spare: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._storages: set[int] = set()
 
     def take(self, num_bytes: int) -> Tensor:
         """A buffer of at least so many bytes: a power of two, so that microbatches of other lengths use the same ones
         (torch's own allocator of page-locked memory rounds in the same way)."""
         size = 1 << max(0, num_bytes - 1).bit_length()
-        spare = self._spare[size]
-        return spare.pop() if spare else self.empty(size, torch.uint8)
+        free = self._free[size]
+        return free.pop() if free else self.empty(size, torch.uint8)
 
     def give_back(self, buffer: Tensor) -> None:
         """Others may have a buffer that was taken."""
-        self._spare[len(buffer)].append(buffer)
+        self._free[len(buffer)].append(buffer)
 
     def empty(self, length: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that copies go to while the device computes, [length]."""

@@ -6,7 +6,7 @@ nothing waits in the allocator. In the backward a layer's tensors come back whil
 views share one copy of what they are views of. Weights and what lives longer anyway stay where they are.
 
 Hooks of saved tensors (`torch.autograd.graph.saved_tensors_hooks`) see what autograd saves; what a layer keeps besides,
-to compute a tensor again, it gives to `Kept` itself (`LayerContext.keep`).
+to compute a tensor again, it gives to `Retained` itself (`LayerContext.keep`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _fetch(copies: HostCopies, stored: list[_Stored]) -> Moment:
     return moment
 
 
-class Kept:
+class Retained:
     """What one layer keeps of one microbatch."""
 
     def __init__(self, copies: HostCopies, stays: Stays):
@@ -145,38 +145,38 @@ class StageOffload:
         self._copies = copies
         self._num_layers = num_layers
         self._stays = stays
-        self._kept: list[Kept | None] = []
+        self._retained: list[Retained | None] = []
 
     def layer(
-        self, run: Callable[[Tensor], Tensor], x: Tensor, keeping: Callable[[Kept], AbstractContextManager[None]]
+        self, run: Callable[[Tensor], Tensor], x: Tensor, keeping: Callable[[Retained], AbstractContextManager[None]]
     ) -> Tensor:
         """`run(x)`, the next layer; one that keeps its tensors in host memory runs inside `keeping`."""
-        number, before = len(self._kept), self._kept[-1] if self._kept else None
-        kept = Kept(self._copies, self._stays) if number < self._num_layers else None
-        self._kept.append(kept)
-        if kept is None:
+        number, before = len(self._retained), self._retained[-1] if self._retained else None
+        retained = Retained(self._copies, self._stays) if number < self._num_layers else None
+        self._retained.append(retained)
+        if retained is None:
             y = run(x)
         else:
-            with keeping(kept), kept.hooks():
+            with keeping(retained), retained.hooks():
                 y = run(x)
         if before is not None:
             before.settle()
-        if y.grad_fn is not None and (kept is not None or before is not None):
+        if y.grad_fn is not None and (retained is not None or before is not None):
             y.grad_fn.register_prehook(functools.partial(self._comes_to, number))
         return y
 
     def finish(self, output: Tensor) -> None:
         """The forward has ended: nothing of it is on the device that is in host memory."""
-        for kept in self._kept:
-            if kept is not None:
-                kept.settle()
-        if output.grad_fn is not None and self._kept and self._kept[-1] is not None:
-            output.grad_fn.register_prehook(lambda _: self._fetch(len(self._kept) - 1))
+        for retained in self._retained:
+            if retained is not None:
+                retained.settle()
+        if output.grad_fn is not None and self._retained and self._retained[-1] is not None:
+            output.grad_fn.register_prehook(lambda _: self._fetch(len(self._retained) - 1))
 
     def _comes_to(self, number: int, _: Any) -> None:
         """The backward begins with a layer: its tensors are needed, those of the layer behind no more, and those of the
         one before it soon."""
-        own, behind = self._kept[number], self._kept[number + 1] if number + 1 < len(self._kept) else None
+        own, behind = self._retained[number], self._retained[number + 1] if number + 1 < len(self._retained) else None
         if behind is not None:
             behind.let_go()
         if own is not None:
@@ -185,6 +185,6 @@ class StageOffload:
             self._fetch(number - 1)
 
     def _fetch(self, number: int) -> None:
-        kept = self._kept[number]
-        if kept is not None:
-            kept.fetch()
+        retained = self._retained[number]
+        if retained is not None:
+            retained.fetch()

@@ -23,7 +23,7 @@ from ...core.program.expert_tokens import num_token_blocks
 from ...core.program.holdings import known_part
 from ..base.microbatch import Microbatch
 from ..base.observe import Observer
-from ..base.offload import Kept, Saved
+from ..base.offload import Retained, Saved
 from ..base.recorder import Recorder
 from ..gradients.gradients import Gradients, WeightWork
 from ..gradients.parameter import Shard, initial_shard
@@ -45,7 +45,7 @@ class _Running(threading.local):
 
     microbatch: Microbatch | None = None
     again: bool = False
-    kept: Kept | None = None
+    retained: Retained | None = None
 
 
 class LayerContext:
@@ -220,21 +220,21 @@ class LayerContext:
         return [tensor for pair in self._constants.values() for tensor in pair]
 
     @contextmanager
-    def keeping(self, kept: Kept) -> Iterator[None]:
+    def keeping(self, retained: Retained) -> Iterator[None]:
         """Inside, what `keep` is given rests in host memory."""
-        self._running.kept = kept
+        self._running.retained = retained
         try:
             yield
         finally:
-            self._running.kept = None
+            self._running.retained = None
 
     def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
         """What gives a tensor back that a source of `can_repeat` needs: autograd does not see it."""
-        kept = self._running.kept
-        if kept is None or not torch.is_grad_enabled():  # in a forward without a graph nobody asks for it again
+        retained = self._running.retained
+        if retained is None or not torch.is_grad_enabled():  # in a forward without a graph nobody asks for it again
             detached = tensor.detach()
             return lambda: detached
-        saved = kept.pack(tensor)
+        saved = retained.pack(tensor)
         return saved if isinstance(saved, Saved) else lambda: saved
 
     def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor], name: str = "") -> Tensor:

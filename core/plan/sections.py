@@ -271,7 +271,7 @@ class Offload(Bounded, section="offload"):
             "They are the first of the stage, so that the copies of the last of them hide under the layers behind it. "
             "Each is copied while the next one computes, and comes back one layer ahead of its backward."
         ),
-        read_by="backend.base.offload",
+        read_by="backend.model.transformer",
     )
     optimizer: float = option(
         "share of Adam's two moments that rests in host memory",
@@ -282,7 +282,7 @@ class Offload(Bounded, section="offload"):
             "Whole parameters, at least as much as the share says. Each step brings them to the device in pieces, "
             "updates them there and copies them back. fp32 weights stay on the device."
         ),
-        read_by="backend.base.optimizer",
+        read_by="backend.ranks.training_rank",
     )
 
     @property

@@ -30,7 +30,7 @@ from ..compute.compute import elementwise_s, host_s, slowed_s, traffic_s
 from ..engine.attribution import Sort, Sorts
 from ..engine.contention import Traffic
 from ..engine.seconds import NOTHING, Seconds, on_grid
-from ..memory.sizes import group_kept_bytes, stage_sizes
+from ..memory.sizes import group_retained_bytes, stage_sizes
 from ..stack.delayed_scaling import AMAX_CALLS, amax_reduction, update_s
 from .blocks import COMPONENT_OF_AXIS, Block, BlockPricer, Part
 from .communication import CommunicationPricing, Place
@@ -274,7 +274,7 @@ class Pricing(CommunicationPricing):
         """What a pass waits for copies to or from host memory."""
         cluster, parts = self.plan.cluster, list[tuple[float, float]]()
         for group in self._groups[place.stage]:
-            copy_s = group_kept_bytes(self.plan, group) / cluster.host_link_bytes_per_s if group.offloaded else 0.0
+            copy_s = group_retained_bytes(self.plan, group) / cluster.host_link_bytes_per_s if group.offloaded else 0.0
             work_s = getattr(self._block(group, place, self._sums_gradients), PARTS[kind]).seconds.total_s
             parts += [(work_s, copy_s)] * group.count
         if not copies_under_work(cluster):

@@ -48,7 +48,7 @@ def stage_activation_bytes(plan: Plan) -> list[int]:
     return [sizes.tape.retained_bytes for sizes in stage_sizes(plan)]
 
 
-def group_kept_bytes(plan: Plan, group: Group) -> int:
+def group_retained_bytes(plan: Plan, group: Group) -> int:
     """Bytes one microbatch keeps of one part of a group, on the device or in host memory."""
     return _part_memory(LayerTensors(plan, profile_of(plan).memory), group).retained_bytes
 

@@ -102,16 +102,16 @@ def with_offloaded(parts: Sequence[tuple[TapeMemory, int, bool]]) -> TapeMemory:
         if not offloaded and not moving:
             tape = tape + part.times(count)
             continue
-        first, others = _beside(part, moving), part
+        first, others = _with_moving(part, moving), part
         if offloaded:
-            first, others = _left(first), _left(_beside(part, part.retained_bytes))
+            first, others = _left(first), _left(_with_moving(part, part.retained_bytes))
         tape, moving = tape + first, part.retained_bytes * offloaded
         if count > 1:
             tape = tape + others.times(count - 1)
     return tape
 
 
-def _beside(tape: TapeMemory, num_bytes: int) -> TapeMemory:
+def _with_moving(tape: TapeMemory, num_bytes: int) -> TapeMemory:
     """A tape during whose forward and backward so many bytes are on their way."""
     return replace(
         tape,

@@ -66,20 +66,20 @@ def _takes_at_once(tensor: Any, moment: Any) -> Any:
     return tensor
 
 
-def _lets_go_at_once(kept: Any) -> None:
-    for stored in kept._sending.values():
+def _lets_go_at_once(retained: Any) -> None:
+    for stored in retained._sending.values():
         stored.sent = None
-    _settle(kept)
+    _settle(retained)
 
 
-def _keeps_and_goes_on(kept: Any) -> None:
-    for stored in kept._sending.values():
+def _keeps_and_goes_on(retained: Any) -> None:
+    for stored in retained._sending.values():
         if stored.sent is not None:
-            with torch.cuda.stream(kept._copies._out):
-                offload.wait_for(stored.sent, kept._copies.device)
+            with torch.cuda.stream(retained._copies._out):
+                offload.wait_for(stored.sent, retained._copies.device)
                 stored.on_device.record_stream(torch.cuda.current_stream())
             stored.sent = None
-    _settle(kept)
+    _settle(retained)
 
 
 def _spends_buffers(copies: Any, stored: Any) -> Any:
@@ -90,7 +90,7 @@ def _spends_buffers(copies: Any, stored: Any) -> Any:
     return moment
 
 
-_settle, _fetch = offload.Kept.settle, offload._fetch
+_settle, _fetch = offload.Retained.settle, offload._fetch
 
 CHANGES = (
     Change(
@@ -132,7 +132,7 @@ CHANGES = (
     ),
     Change(
         "a layer's memory is let go of before it is copied",
-        offload.Kept,
+        offload.Retained,
         "settle",
         _lets_go_at_once,
         "freed-in-use",
@@ -140,7 +140,7 @@ CHANGES = (
     ),
     Change(
         "what was copied to the host comes back before it is there",
-        offload.Kept,
+        offload.Retained,
         "settle",
         _keeps_and_goes_on,
         "read-before-written",
@@ -148,9 +148,9 @@ CHANGES = (
     ),
     Change(
         "a backward does not wait for what comes back",
-        offload.Kept,
+        offload.Retained,
         "arrive",
-        offload.Kept.fetch,
+        offload.Retained.fetch,
         "read-before-written",
         "tp2-offload",
     ),

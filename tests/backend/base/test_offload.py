@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardproof.backend.base import offloaded_moments
 from shardproof.backend.base.host_copies import HostCopies
-from shardproof.backend.base.offload import Kept, Saved
+from shardproof.backend.base.offload import Retained, Saved
 from shardproof.backend.base.offloaded_moments import OffloadedMoments, num_offloaded
 from shardproof.backend.base.optimizer import Held, ShardedAdamW
 from shardproof.core.model.parameters import Parameter
@@ -27,12 +27,12 @@ def nothing_stays(address: int) -> bool:
 
 def test_views_of_one_tensor_are_copied_once_and_come_back_as_they_were():
     copies = HostCopies(CPU)
-    kept, whole = Kept(copies, nothing_stays), torch.arange(24.0).view(4, 6)
-    packed = [kept.pack(each) for each in (whole, whole.t(), whole[1:3, ::2])]
+    retained, whole = Retained(copies, nothing_stays), torch.arange(24.0).view(4, 6)
+    packed = [retained.pack(each) for each in (whole, whole.t(), whole[1:3, ::2])]
     assert copies.sent_bytes == whole.nbytes
-    kept.settle()
+    retained.settle()
     whole.fill_(-1.0)
-    kept.arrive()
+    retained.arrive()
     assert copies.brought_bytes == whole.nbytes
     expected = torch.arange(24.0).view(4, 6)
     for one, tensor in zip(packed, (expected, expected.t(), expected[1:3, ::2]), strict=True):
@@ -42,47 +42,47 @@ def test_views_of_one_tensor_are_copied_once_and_come_back_as_they_were():
 
 def test_what_is_asked_for_after_its_layer_comes_once_more():
     copies = HostCopies(CPU)
-    kept = Kept(copies, nothing_stays)
-    saved = kept.pack(torch.ones(8))
-    kept.settle()
-    kept.arrive()
-    kept.let_go()
+    retained = Retained(copies, nothing_stays)
+    saved = retained.pack(torch.ones(8))
+    retained.settle()
+    retained.arrive()
+    retained.let_go()
     assert isinstance(saved, Saved) and torch.equal(saved(), torch.ones(8))
     assert copies.brought_bytes == 64
 
 
 def test_a_buffer_is_used_again_when_nobody_holds_what_lies_in_it():
     copies = HostCopies(CPU)
-    first = Kept(copies, nothing_stays)
+    first = Retained(copies, nothing_stays)
     packed = first.pack(torch.ones(300))
     assert isinstance(packed, Saved)
     address = packed.stored.host.data_ptr()
     first.settle()
-    assert Kept(copies, nothing_stays).pack(torch.ones(300)).stored.host.data_ptr() != address
+    assert Retained(copies, nothing_stays).pack(torch.ones(300)).stored.host.data_ptr() != address
     del packed
-    again = Kept(copies, nothing_stays).pack(torch.ones(260))
+    again = Retained(copies, nothing_stays).pack(torch.ones(260))
     assert again.stored.host.data_ptr() == address  # both fit 2048 bytes
 
 
 def test_weights_and_empty_tensors_stay():
     weight, copies = torch.ones(4, 4), HostCopies(CPU)
-    kept = Kept(copies, lambda address: address == weight.data_ptr())
-    assert all(isinstance(kept.pack(each), Tensor) for each in (weight, weight[1:].t(), torch.empty(0, 3)))
+    retained = Retained(copies, lambda address: address == weight.data_ptr())
+    assert all(isinstance(retained.pack(each), Tensor) for each in (weight, weight[1:].t(), torch.empty(0, 3)))
     assert copies.sent_bytes == 0
 
 
 def test_the_gradients_of_autograd_are_those_of_tensors_that_stayed():
     x, w = torch.randn(5, 7, requires_grad=True), torch.randn(7, 7, requires_grad=True)
 
-    def gradients(kept: Kept | None) -> list[Tensor]:
-        with torch.autograd.graph.saved_tensors_hooks(*((lambda t: t,) * 2)) if kept is None else kept.hooks():
+    def gradients(retained: Retained | None) -> list[Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(*((lambda t: t,) * 2)) if retained is None else retained.hooks():
             y = torch.nn.functional.gelu(x @ w).softmax(-1).square().sum()
-        if kept is not None:
-            kept.settle()
+        if retained is not None:
+            retained.settle()
         return list(torch.autograd.grad(y, [x, w]))
 
     copies = HostCopies(CPU)
-    moved = gradients(Kept(copies, nothing_stays))
+    moved = gradients(Retained(copies, nothing_stays))
     assert copies.sent_bytes and all(map(torch.equal, moved, gradients(None)))
 
 
