@@ -16,6 +16,7 @@ from ..core.base.units import format_bytes
 from ..core.commands.commands import service
 from ..core.machine.host import available_memory_bytes
 from ..core.plan.plan import AnyPlan
+from ..core.plan.sections import Offload
 from .dry_run import rank_groups
 
 STATES = ("weights", "gradients", "optimizer")
@@ -79,7 +80,7 @@ def need_of(plan: AnyPlan, transport: str) -> Need:
     first, count = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size))
     states = dict.fromkeys(STATES, 0.0)
     rest = peaks = num_ranks = 0
-    for group in rank_groups(_as_run(plan)):
+    for group in rank_groups(replace(_as_run(plan), offload=Offload())):  # it is the memory of this host in any case
         here = int(((group.ranks >= first) & (group.ranks < first + count)).sum())
         if not here:
             continue

@@ -85,6 +85,10 @@ def calibrated(
             ADD_TRAFFIC_BYTES * largest / additions[largest],
             (f"{measured}: sum of two tensors of {largest}"),
         ),
+        "host_link_bytes_per_s": (
+            ADD_TRAFFIC_BYTES * largest / additions[largest] / 2,
+            f"{measured}: sum of two tensors of {largest}; a copy reads and writes the same memory",
+        ),
         "peak_flops_per_s": (
             {"fp32": rate, "bf16": rate, "fp16": rate},
             (f"{measured}: the fastest product; half formats are no faster"),

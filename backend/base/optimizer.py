@@ -2,7 +2,8 @@
 
 The update itself is torch's fused AdamW in fp32, one pass over every tensor. It is elementwise, so it gives the same
 bits however a tensor is cut, but for the last elements of a tensor, fewer than a vector has, which it rounds otherwise:
-those of all tensors are put one behind the other and filled up to whole vectors.
+those of all tensors are put one behind the other and filled up to whole vectors. Moments that rest in host memory come
+to the device in pieces for it (`offloaded_moments`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch.optim.adamw import adamw
 
 from ...core.model.parameters import Parameter
 from ...core.plan.sections import Optimizer
+from .host_copies import HostCopies
+from .offloaded_moments import OffloadedMoments, num_offloaded
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -51,12 +54,29 @@ class Held:
 class ShardedAdamW:
     """AdamW (Loshchilov & Hutter 2019) over what one rank holds; weight decay follows `Parameter.decay`."""
 
-    def __init__(self, held: Sequence[Held], choice: Optimizer, learning_rate: float):
+    def __init__(
+        self,
+        held: Sequence[Held],
+        choice: Optimizer,
+        learning_rate: float,
+        *,
+        copies: HostCopies | None = None,
+        offloaded: float = 0.0,
+    ):
+        """With `copies` the moments of the first tensors rest in host memory, at least the share `offloaded` of all."""
         self.held = tuple(held)
         self.learning_rate = learning_rate
         self._choice = choice
         self._updated = {id(one.tensor): _by_rows(one.tensor) for one in self.held}
         self._states: dict[int, dict[str, Tensor]] = {}
+        first = self.held[: num_offloaded([one.tensor.nbytes for one in self.held], offloaded)]
+        # in host memory, those with equal weight decay together, and by tensor their numbers there
+        self._away = sorted(first if copies is not None else (), key=lambda one: not one.parameter.decay)
+        self._numbers = {id(one.tensor): number for number, one in enumerate(self._away)}
+        self._offloaded: OffloadedMoments | None = None
+        if copies is not None and self._away:
+            shapes = [tuple(self._updated[id(one.tensor)].shape) for one in self._away]
+            self._offloaded = OffloadedMoments(copies, shapes, [one.parameter.decay for one in self._away])
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], coefficient: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -64,33 +84,62 @@ class ShardedAdamW:
         `held`, and used up. Where `skip`, bool [], is true nothing changes. The host waits for neither."""
         # the kernel divides as it goes, and leaves out the update, as it does for torch's loss scaling
         scale = None if coefficient is None else (1 / coefficient).float()
-        skipped = None if skip is None else skip.float()
-        pairs = list(zip(self.held, gradients, strict=True))
+        how = scale, None if skip is None else skip.float()
+        laid_out = [self._gradient(one, gradient) for one, gradient in zip(self.held, gradients, strict=True)]
+        here = [pair for pair in zip(self.held, laid_out, strict=True) if id(pair[0].tensor) not in self._numbers]
         for decay in (True, False):
-            self._update(
-                [(one, gradient) for one, gradient in pairs if one.parameter.decay == decay], decay, scale, skipped
-            )
+            rows = [self._row(one, gradient) for one, gradient in here if one.parameter.decay == decay]
+            self._update(rows, decay, *how)
+        if self._offloaded is not None:
+            self._update_offloaded(self._offloaded, laid_out, *how)
+
+    def _gradient(self, one: Held, gradient: Tensor) -> Tensor:
+        """Laid out as what is updated."""
+        updated = self._updated[id(one.tensor)]
+        return _laid_out_as(updated, gradient if updated is one.tensor else gradient.mT)
+
+    def _row(self, one: Held, gradient: Tensor) -> tuple[Row, Tensor]:
+        state = self._state(one)
+        return (self._updated[id(one.tensor)], gradient, state["exp_avg"], state["exp_avg_sq"]), state["step"]
+
+    def _update_offloaded(
+        self,
+        offloaded: OffloadedMoments,
+        laid_out: Sequence[Tensor],
+        scale: Tensor | None,
+        skipped: Tensor | None,
+    ) -> None:
+        """Piece by piece, each with the moments that have come for it."""
+        gradient_of = {id(one.tensor): gradient for one, gradient in zip(self.held, laid_out, strict=True)}
+        for piece, moments in offloaded.brought():
+            rows = []
+            for part in piece.parts:
+                one = self._away[part.tensor]
+                updated, length = self._updated[id(one.tensor)], part.hi - part.lo
+                own = [each.view(-1)[part.lo : part.hi] for each in (updated, gradient_of[id(one.tensor)])]
+                first, second = moments[:, part.place : part.place + length]
+                count = self._state(one)["step"]  # counted with the last of its parts
+                rows.append(((*own, first, second), count if part.hi == updated.numel() else count.clone()))
+            self._update(rows, piece.group, scale, skipped)
 
     def _update(
-        self, pairs: Sequence[tuple[Held, Tensor]], decay: bool, scale: Tensor | None, skipped: Tensor | None
+        self,
+        given: Sequence[tuple[Row, Tensor]],
+        decay: bool,
+        scale: Tensor | None,
+        skipped: Tensor | None,
     ) -> None:
-        """One call of the library for tensors with equal weight decay."""
-        rows: list[tuple[Tensor, ...]] = []
-        counts: list[Tensor] = []
-        for one, gradient in pairs:
-            updated, state = self._updated[id(one.tensor)], self._state(one)
-            turned = gradient if updated is one.tensor else gradient.mT
-            rows.append((updated, _laid_out_as(updated, turned), state["exp_avg"], state["exp_avg_sq"]))
-            counts.append(state["step"])
+        """One call of the library for tensors with equal weight decay, each with its count of updates."""
+        rows, counts = [row for row, _ in given], [count for _, count in given]
         ends = [tuple(_end(each) for each in row) for row in rows if row[0].numel() % VECTOR_ELEMENTS]
-        rows = [tuple(_whole_vectors(each) for each in row) for row in rows]
+        whole: list[tuple[Tensor, ...]] = [tuple(_whole_vectors(each) for each in row) for row in rows]
         flat = [_filled(torch.cat(kind)) for kind in zip(*ends, strict=True)]
         if ends:
-            rows.append(tuple(flat))
+            whole.append(tuple(flat))
             counts.append(counts[0].clone())
         first, second = self._choice.betas
         UPDATES[self._choice.name](
-            *([row[kind] for row in rows] for kind in range(4)),
+            *([row[kind] for row in whole] for kind in range(4)),
             [],
             counts,
             foreach=False,
@@ -115,8 +164,12 @@ class ShardedAdamW:
         updated = self._updated[id(one.tensor)]
         state = self._states.setdefault(id(one.tensor), {})
         if not state:
-            count = torch.zeros((), device=updated.device)
-            state.update(step=count, exp_avg=torch.zeros_like(updated), exp_avg_sq=torch.zeros_like(updated))
+            number = self._numbers.get(id(one.tensor))
+            if self._offloaded is None or number is None:
+                first, second = torch.zeros_like(updated), torch.zeros_like(updated)
+            else:
+                first, second = self._offloaded.moments(number)
+            state.update(step=torch.zeros((), device=updated.device), exp_avg=first, exp_avg_sq=second)
         return state
 
     def moments(self, one: Held) -> tuple[Tensor, Tensor]:
@@ -127,18 +180,20 @@ class ShardedAdamW:
     def saved_state(self, one: Held) -> Mapping[str, Tensor]:
         """What the update of a held tensor goes on from, by torch's names: `step`, which counts updates, and both
         moments. Before the first step they are zero. They may be written to."""
+        if self._offloaded is not None:
+            self._offloaded.settle()
         turned = self._updated[id(one.tensor)] is not one.tensor
         return {name: value.mT if turned and value.dim() > 1 else value for name, value in self._state(one).items()}
 
     @property
     def state_tensors(self) -> list[Tensor]:
-        """Everything the update keeps between steps: the moments and step counts, once they exist."""
+        """Everything the update keeps between steps, wherever it rests: moments and step counts, once they exist."""
         return [value for state in self._states.values() for value in state.values()]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of both moments once they exist."""
-        return sum(2 * one.tensor.nbytes for one in self.held)
+        """Bytes on the device of both moments, once they exist."""
+        return sum(2 * one.tensor.nbytes for one in self.held if id(one.tensor) not in self._numbers)
 
 
 def _by_rows(tensor: Tensor) -> Tensor:

@@ -46,9 +46,9 @@ def activated(context: LayerContext, x: Tensor, *, again: str | None) -> Tensor:
     activation, numerics = context.model.activation, context.numerics
     if again is None:
         return activate(x, activation, numerics)
-    detached = x.detach()
+    saved = context.keep(x)
     return context.can_repeat(
-        _Activated.apply(x, activation, numerics), lambda: activate(detached, activation, numerics), again
+        _Activated.apply(x, activation, numerics), lambda: activate(saved(), activation, numerics), again
     )
 
 

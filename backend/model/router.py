@@ -150,7 +150,7 @@ class Router(nn.Module):
             drawn = uniform(seed, operation, microbatch.step, rows[..., None] * shape[2] + feature)
             return drawn.mul_(2).sub_(1).mul_(self.jitter).add_(1)
 
-        source = context.source_of(x_BSH) or _source(x_BSH.detach())
+        source = context.source_of(x_BSH) or context.keep(x_BSH)
         return context.can_repeat(_Scaled.apply(x_BSH, noise), lambda: source().float() * noise(), f"{self.name}.input")
 
     def _losses(self, scores_BSE: Tensor, log_sum_BS: Tensor, deciding_BSE: Tensor) -> Tensor:
@@ -262,10 +262,6 @@ def _weights(scores_BSE: Tensor, experts_BSK: Tensor, model: ModelSpec) -> Tenso
     """What the results of the chosen experts are multiplied by."""
     chosen = scores_BSE.gather(-1, experts_BSK)
     return (_Shares.apply(chosen) if model.normalized_router_weights else chosen) * model.router_scaling
-
-
-def _source(x: Tensor) -> Callable[[], Tensor]:
-    return lambda: x
 
 
 def _counts(experts_BSK: Tensor, num_experts: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -13,8 +14,10 @@ from ...core.layout.stages import StageLayers
 from ...core.model.blocks import layer_prefix
 from ...core.model.parameters import TOKEN_TABLE
 from ...core.plan.plan import Plan
+from ..base.host_copies import HostCopies
 from ..base.microbatch import Microbatch
 from ..base.observe import Observer
+from ..base.offload import StageOffload
 from ..base.recorder import Recorder
 from ..numerics import Numerics
 from ..tensor_parallel import (
@@ -58,11 +61,14 @@ class Stage(nn.Module):
         experts: ExpertGroups | None = None,
         cp: Group | None = None,
         cp_levels: tuple[Group, Group] | None = None,
+        copies: HostCopies | None = None,
     ):
-        """Makes the initial weights from `plan.train.seed`. `block` makes a user's own transformer layers instead of
+        """Makes the initial weights from `plan.train.seed`. With `copies` the first `plan.offload.activations` layers
+        keep what their backward needs in host memory. `block` makes a user's own transformer layers instead of
         ours; raises `PlanError` for one that cannot be trained (`own_block`)."""
         super().__init__()
         self.stage = stage
+        self._copies = copies if plan.offload.activations and stage.layers else None
         self.context = context = LayerContext(
             plan,
             tp=tp,
@@ -121,21 +127,43 @@ class Stage(nn.Module):
         with self.context.running(microbatch):
             if self.embedding is not None:
                 self.context.comes_to("embedding")
-            x_BSH = self._input(microbatch, hidden_BSH)
+            offload, x_BSH = self._offload(), self._input(microbatch, hidden_BSH)
             for layer, block in zip(self.stage.layers, self.blocks, strict=True):
                 self.context.comes_to(layer_prefix(layer))
-                x_BSH = recomputed_layer(self.context, layer, block, x_BSH)
+                run = functools.partial(recomputed_layer, self.context, layer, block)
+                x_BSH = run(x_BSH) if offload is None else offload.layer(run, x_BSH, self.context.keeping)
                 self.context.observe(f"{layer_prefix(layer)}.output", x_BSH)
-            self.context.comes_to("head")
-            if self.head is None:
-                return x_BSH
-            x_BSH = self.head.norm(x_BSH)
-            losses_BS = self.head.losses(x_BSH, microbatch.targets)
-            ahead = self.multi_token if self.training else None
-            losses_BS = losses_BS if ahead is None else ahead.add_losses(losses_BS, x_BSH)
-            return (
-                losses_BS if microbatch.loss_scale == 1.0 else _ScaledBackward.apply(losses_BS, microbatch.loss_scale)
-            )
+            output = self._output(microbatch, x_BSH)
+            if offload is not None:
+                offload.finish(output)
+                if hidden_BSH is not None:  # the first layer has it in host memory; its gradient is all that is asked
+                    hidden_BSH.data = _nothing_like(hidden_BSH)
+            return output
+
+    def _output(self, microbatch: Microbatch, x_BSH: Tensor) -> Tensor:
+        """What comes behind the layers."""
+        self.context.comes_to("head")
+        if self.head is None:
+            return x_BSH
+        x_BSH = self.head.norm(x_BSH)
+        losses_BS = self.head.losses(x_BSH, microbatch.targets)
+        ahead = self.multi_token if self.training else None
+        losses_BS = losses_BS if ahead is None else ahead.add_losses(losses_BS, x_BSH)
+        return losses_BS if microbatch.loss_scale == 1.0 else _ScaledBackward.apply(losses_BS, microbatch.loss_scale)
+
+    def _offload(self) -> StageOffload | None:
+        """What takes this forward's tensors to the host; None where none go, or nobody asks for them again."""
+        if self._copies is None or not torch.is_grad_enabled():
+            return None
+        weights = {
+            each.untyped_storage().data_ptr() for own in self.shards.values() for each in (own.storage, own.operand)
+        }
+        context = self.context
+
+        def stays(address: int) -> bool:  # tables may be made by the first layer that needs them
+            return address in weights or any(address == each.untyped_storage().data_ptr() for each in context.constants)
+
+        return StageOffload(self._copies, context.plan.offload.activations, stays)
 
     def _input(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
         if self.embedding is not None:
@@ -196,6 +224,12 @@ class Head(nn.Module):
         losses_BS = self.loss(self.output(normed_BSH), targets_BS)
         self.context.observe("head.losses", losses_BS)
         return losses_BS
+
+
+def _nothing_like(x: Tensor) -> Tensor:
+    """Of the shape of `x`, and without memory of its own: no numbers, so that whoever computes with them is found
+    out."""
+    return torch.full((1,), torch.nan, dtype=x.dtype, device=x.device).expand(x.shape)
 
 
 class _ScaledBackward(torch.autograd.Function):

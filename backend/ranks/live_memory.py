@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -37,11 +37,13 @@ class LiveMeter:
     storage where no compute action ran, "" where none did.
     """
 
-    def __init__(self, global_rank: int):
+    def __init__(self, global_rank: int, elsewhere: Callable[[Any], bool] = lambda storage: False):
+        """Storages that are `elsewhere`, in host memory, do not count."""
         self.samples: list[MemorySample] = []
         self.peak_bytes = 0
         self.peak_action = ""
         self._global_rank = global_rank
+        self._elsewhere = elsewhere
         # Lanes of one rank count here; reentrant, as a storage may be freed while another is counted.
         self._lock = threading.RLock()
         # Live storages by address. The bytes of freed ones come into `_freed` from finalizers, which may run inside the
@@ -103,7 +105,7 @@ class LiveMeter:
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._known or not num_bytes:
+        if key in self._known or not num_bytes or self._elsewhere(storage):
             return
         with self._lock:
             self._known[key] = weakref.ref(storage, lambda _: self._forget(key, num_bytes))

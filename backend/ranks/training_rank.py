@@ -22,6 +22,7 @@ from ...core.program.buckets import sums_are_sharded
 from ...core.program.expert_tokens import expert_nodes
 from ...core.schedule import lower
 from ...core.schedule.timeline import Span
+from ..base.host_copies import HostCopies
 from ..base.loss_scale import LossScale
 from ..base.observe import Observer
 from ..base.optimizer import Held, ShardedAdamW, clip_coefficient
@@ -88,6 +89,7 @@ class TrainingRank:
             make_numerics(plan, transport.device, global_rank=transport.global_rank) if numerics is None else numerics
         )
         pp_rank, (first, last) = self.mesh.coordinates["pp"], plan.tokens_of(self.mesh.coordinates["tp"])
+        self.copies = HostCopies(transport.device) if plan.offload.is_used else None
         self.stages = {
             stage: Stage(
                 plan,
@@ -100,6 +102,7 @@ class TrainingRank:
                 block=model,
                 experts=ExpertGroups(self.mesh.etp, self.mesh.ep) if plan.model.is_moe else None,
                 observer=observer,
+                copies=self.copies,
             )
             for stage in schedule.placement.stages_of(pp_rank)
         }
@@ -115,7 +118,13 @@ class TrainingRank:
         own_lane = tuple(self.stages) if late and own_parts else ()
         self._observation = None if observer is None else Observation(observer, plan, self.stages, own_lane)
         self.data_parallel = {stage: self._data_parallel(stage) for stage in self.stages}
-        self.optimizer = ShardedAdamW(self._held(), plan.optimizer, plan.train.learning_rate)
+        self.optimizer = ShardedAdamW(
+            self._held(),
+            plan.optimizer,
+            plan.train.learning_rate,
+            copies=self.copies,
+            offloaded=plan.offload.optimizer,
+        )
         self.batches = Batches(plan, self.mesh, transport)
         modules = None if joined is None else joined.world
         self.totals = Totals(
@@ -233,7 +242,8 @@ class TrainingRank:
     def live_meter(self) -> LiveMeter:
         """A meter for `step` that counts every tensor storage of this rank while it lives; it costs some
         microseconds an operation."""
-        meter = LiveMeter(self.transport.global_rank)
+        elsewhere = () if self.copies is None else (self.copies.owns,)
+        meter = LiveMeter(self.transport.global_rank, *elsewhere)
         meter.hold(self._weights)
         meter.hold(self.optimizer.state_tensors)
         return meter

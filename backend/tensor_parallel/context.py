@@ -23,6 +23,7 @@ from ...core.program.expert_tokens import num_token_blocks
 from ...core.program.holdings import known_part
 from ..base.microbatch import Microbatch
 from ..base.observe import Observer
+from ..base.offload import Retained, Saved
 from ..base.recorder import Recorder
 from ..base.streams import to_device
 from ..gradients.gradients import Gradients, WeightWork
@@ -45,6 +46,7 @@ class _Running(threading.local):
 
     microbatch: Microbatch | None = None
     again: bool = False
+    retained: Retained | None = None
 
 
 class LayerContext:
@@ -227,6 +229,24 @@ class LayerContext:
     def constants(self) -> list[Tensor]:
         """The tensors that `constant` has made so far."""
         return [tensor for pair in self._constants.values() for tensor in pair]
+
+    @contextmanager
+    def keeping(self, retained: Retained) -> Iterator[None]:
+        """Inside, what `keep` is given rests in host memory."""
+        self._running.retained = retained
+        try:
+            yield
+        finally:
+            self._running.retained = None
+
+    def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What gives a tensor back that a source of `can_repeat` needs: autograd does not see it."""
+        retained = self._running.retained
+        if retained is None or not torch.is_grad_enabled():  # in a forward without a graph nobody asks for it again
+            detached = tensor.detach()
+            return lambda: detached
+        saved = retained.pack(tensor)
+        return saved if isinstance(saved, Saved) else lambda: saved
 
     def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor], name: str = "") -> Tensor:
         """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again.

@@ -45,8 +45,8 @@ def gated(layer: ColumnParallelLinear, x_BSF: Tensor) -> Tensor:
     y_BSC = _Gated.apply(x_BSF, layer, context.source_of(x_BSF), for_backward)
     if not _is_repeated(layer):
         return y_BSC
-    (gate, up), (activate, _) = for_backward, ACTIVATIONS[context.model.activation]
-    return context.can_repeat(y_BSC, lambda: activate(gate) * up, f"{layer.name}.activation")
+    (gate, up), (activate, _) = map(context.keep, for_backward), ACTIVATIONS[context.model.activation]
+    return context.can_repeat(y_BSC, lambda: activate(gate()) * up(), f"{layer.name}.activation")
 
 
 def _is_repeated(layer: ColumnParallelLinear) -> bool:

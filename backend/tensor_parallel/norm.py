@@ -42,8 +42,8 @@ class Norm(nn.Module):
         y_BSH = self._function.apply(x_BSH, self)
         if not self.recomputed:
             return y_BSH
-        detached = x_BSH.detach()
-        return self.context.can_repeat(y_BSH, lambda: self._again(detached), self.name)
+        again = self.context.keep(x_BSH)
+        return self.context.can_repeat(y_BSH, lambda: self._again(again()), self.name)
 
     def _again(self, x_BSH: Tensor) -> Tensor:
         with torch.no_grad():

@@ -193,6 +193,13 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
         maximum=1,
         read_by="simulator.compute.compute",
     )
+    host_link_bytes_per_s: float = option(
+        "copies between a device and memory of its host, one direction",
+        default=25e9,
+        above=0,
+        more="It is what large copies of page-locked memory reach, the slower direction where they differ.",
+        read_by="simulator.cost.host_link",
+    )
     node_link_bytes_per_s: float = option(
         "links inside a node, per device and direction", above=0, read_by="simulator.network.topology"
     )

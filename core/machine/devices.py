@@ -42,10 +42,25 @@ _KERNELS: Facts = {
 }
 """What is taken to be the same for every GPU."""
 
+_GEN_4 = (
+    24.8e9,
+    "measured: nvbandwidth, host_to_device_memcpy_ce, on 8 A100 SXM4 over PCIe 4.0 x16 (NVIDIA developer forum 352186)",
+)
+_GEN_5 = (
+    55.6e9,
+    "measured: nvbandwidth, host_to_device_memcpy_ce, over PCIe 5.0 x16 (NVIDIA developer blog, 'NVbandwidth')",
+)
+_C2C = (
+    297e9,
+    "measured: device to host over NVLink-C2C on a GH200; 375 GB/s the other way (Schieffer et al. 2024, 'Harnessing "
+    "Integrated CPU-GPU System Memory for HPC')",
+)
+
 _V100_DATASHEET = "NVIDIA V100 Tensor Core GPU datasheet (2020), SXM"
 
 V100_32G: Facts = {
     **_KERNELS,
+    "host_link_bytes_per_s": (12.4e9, f"{ESTIMATE}PCIe 3.0 x16, at the share that PCIe 4.0 reaches on an A100"),
     "num_compute_units": (80, "NVIDIA Tesla V100 GPU architecture whitepaper: 80 streaming multiprocessors"),
     "device_memory_bytes": reported_bytes(31.74, "liucongg/ChatGLM-Finetuning, issue 73"),
     "device_memory_bytes_per_s": (900e9, _V100_DATASHEET),
@@ -71,6 +86,7 @@ _A100_DATASHEET = "NVIDIA A100 Tensor Core GPU datasheet (2021), SXM4, dense"
 
 A100: Facts = {
     **_KERNELS,
+    "host_link_bytes_per_s": _GEN_4,
     "memory_efficiency": (
         0.85,
         "measured: triad of cub at 0.74 of the bandwidth on 50 MB, 0.92 on 800 MB, 0.93 on 6.4 GB (NVIDIA/cccl, "
@@ -113,6 +129,7 @@ _H200_DATASHEET = "NVIDIA H200 Tensor Core GPU datasheet (2024), SXM"
 
 H100: Facts = {
     **_KERNELS,
+    "host_link_bytes_per_s": _GEN_5,
     "num_compute_units": (
         132,
         ("NVIDIA H100 Tensor Core GPU architecture whitepaper: 132 streaming multiprocessors in SXM5"),
@@ -182,6 +199,7 @@ _GH200_DATASHEET = "NVIDIA GH200 Grace Hopper Superchip datasheet (2023), HBM3"
 
 GH200: Facts = {
     **H100,
+    "host_link_bytes_per_s": _C2C,
     "device_memory_bytes": reported_bytes(94.88, "Lightning-AI/litgpt, issue 1892"),
     "device_memory_bytes_per_s": (4e12, _GH200_DATASHEET),
     "host_dispatch_s": (9e-6, f"{ESTIMATE}Grace processors dispatch more slowly than x86 hosts"),
@@ -194,6 +212,7 @@ _MIG = "measured: nvidia-smi mig -lgip (NVIDIA/mig-parted issues 166 and 227)"
 
 B200: Facts = {
     **_KERNELS,
+    "host_link_bytes_per_s": (_GEN_5[0], f"{ESTIMATE}as an H100's, whose link to the host it has"),
     "num_compute_units": (148, f"{_MIG}; chipsandcheese.com, 'Nvidia's B200': 74 on each of two dies"),
     "device_memory_bytes": reported_bytes(178.35, "stas00/ml-engineering, debug/pytorch.md"),
     "device_memory_bytes_per_s": (8e12, f"{_DGX_B200}: 64 TB/s in 8"),
@@ -243,6 +262,7 @@ _DGX_B300 = "NVIDIA DGX B300 datasheet (2025)"
 
 B300: Facts = {
     **B200,
+    "host_link_bytes_per_s": (_GEN_5[0], f"{ESTIMATE}PCIe 5.0 of the host processors"),
     "device_memory_bytes": reported_bytes(
         267.69,
         (
@@ -261,6 +281,7 @@ B300: Facts = {
 
 GB200: Facts = {
     **B200,
+    "host_link_bytes_per_s": (_C2C[0], f"{ESTIMATE}NVLink-C2C as of a GH200"),
     "num_compute_units": (152, f"{_MIG}: 38 in a quarter, of which a B200 has 36"),
     "device_memory_bytes": reported_bytes(184.31, "vllm-project/vllm, issue 52511"),
     "device_memory_bytes_per_s": (8e12, f"{_NVL72}: 576 TB/s"),

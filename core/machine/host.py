@@ -92,6 +92,10 @@ def host_facts(num_devices: int) -> Facts:
             CORE_MEMORY_BYTES_PER_S * share,
             (f"{NOMINAL}10 GB/s per core, cores shared by the ranks"),
         ),
+        "host_link_bytes_per_s": (
+            CORE_MEMORY_BYTES_PER_S * share * _CORE["memory_efficiency"][0] / 2,
+            f"{NOMINAL}a copy reads and writes the same memory",
+        ),
         "peak_flops_per_s": (
             {"fp32": rate, "bf16": rate, "fp16": rate},
             f"{NOMINAL}3 GHz x 32 FLOPs per cycle and core; half formats are no faster",

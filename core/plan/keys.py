@@ -22,6 +22,7 @@ from .sections import (
     Checkpoint,
     DataParallel,
     Numerics,
+    Offload,
     Optimizer,
     Precision,
     Recompute,
@@ -52,6 +53,7 @@ NOUNS: Mapping[str, type] = {
     "batch": Batch,
     "precision": Precision,
     "recompute": Recompute,
+    "offload": Offload,
     "schedule": ScheduleChoice,
     "numerics": Numerics,
     "optimizer": Optimizer,
@@ -148,7 +150,7 @@ def _own_keys(section: str) -> Iterator[Key]:
 
 
 _LISTED = (
-    *("model", "cluster", "layout", "runtime", "batch", "precision", "recompute", "schedule", "numerics"),
+    *("model", "cluster", "layout", "runtime", "batch", "precision", "recompute", "offload", "schedule", "numerics"),
     *("optimizer", "train", "checkpoint", "data_parallel", "variation"),
 )
 """The sections in the order in which `shardproof presets keys` lists them."""

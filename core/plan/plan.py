@@ -41,6 +41,7 @@ from .sections import (
     Checkpoint,
     DataParallel,
     Numerics,
+    Offload,
     Optimizer,
     Precision,
     Recompute,
@@ -73,6 +74,7 @@ class Plan:
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     variation: Variation = field(default_factory=Variation)
+    offload: Offload = field(default_factory=Offload)
 
     def __post_init__(self) -> None:
         if broken := broken_rules({section: getattr(self, section) for section in self.ruled}):
@@ -333,6 +335,7 @@ class ModularPlan:
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     variation: Variation = field(default_factory=Variation)
+    offload: Offload = field(default_factory=Offload)
 
     def __post_init__(self) -> None:
         problems = [Problem(broken.sentence, broken.rule.keys[0]) for broken in broken_rules(self.sections)]

@@ -258,6 +258,40 @@ class Recompute(Bounded, section="recompute"):
 
 
 @noun()
+class Offload(Bounded, section="offload"):
+    """What rests in the host's memory while the device does not need it. Bits do not change: it is copied and computed
+    with on the device."""
+
+    activations: int = option(
+        "so many layers of each stage keep what their backward needs in host memory",
+        default=0,
+        minimum=0,
+        bound=LAYERS,
+        more=(
+            "They are the first of the stage, so that the copies of the last of them hide under the layers behind it. "
+            "Each is copied while the next one computes, and comes back one layer ahead of its backward."
+        ),
+        read_by="backend.model.transformer",
+    )
+    optimizer: float = option(
+        "share of Adam's two moments that rests in host memory",
+        default=0.0,
+        minimum=0,
+        maximum=1,
+        more=(
+            "Whole parameters, at least as much as the share says. Each step brings them to the device in pieces, "
+            "updates them there and copies them back. fp32 weights stay on the device."
+        ),
+        read_by="backend.ranks.training_rank",
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """True when anything rests in host memory."""
+        return self.activations > 0 or self.optimizer > 0
+
+
+@noun()
 class ScheduleChoice(Bounded, section="schedule"):
     """A catalog name, or a CSV file that replaces it."""
 

@@ -30,12 +30,13 @@ class Group:
     """`count` parts of a stage that are equal but for their names, of which `blocks` are the first: one block, or the
     three of a module of multi-token prediction.
 
-    `recomputed` means that only their input is kept.
+    `recomputed` means that only their input is kept, `offloaded` that what they keep rests in host memory.
     """
 
     blocks: tuple[Block, ...]
     count: int = 1
     recomputed: bool = False
+    offloaded: bool = False
 
     @property
     def kind(self) -> Literal["embedding", "layer", "prediction", "head"]:
@@ -69,7 +70,8 @@ def stage_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
         content = plan.stages[stage]
         runs, everything = recomputed_runs(plan, content.first_layer, content.last_layer), recomputes_all(plan)
         layers = (content.first_layer, content.last_layer)
-        plan.memo[key] = _groups(plan.model, layers, content.embedding, content.head, runs, everything)
+        offloaded = content.first_layer + plan.offload.activations
+        plan.memo[key] = _groups(plan.model, layers, content.embedding, content.head, runs, everything, offloaded)
     found: tuple[Group, ...] = plan.memo[key]
     return found
 
@@ -82,17 +84,18 @@ def _groups(
     head: bool,
     runs: tuple[tuple[int, int], ...],
     everything: bool,
+    offloaded: int,
 ) -> tuple[Group, ...]:
-    """The groups of a stage whose `runs` of layers are recomputed, or with `everything` all layers; kept, because a
-    search asks for the same ones over and over."""
+    """The groups of a stage whose `runs` of layers are recomputed, or with `everything` all layers, and whose layers
+    before `offloaded` keep theirs in host memory; kept, because a search asks for the same ones over and over."""
 
-    def kind(block: Block) -> tuple[tuple[Operator, ...], bool]:
-        return block.operators, any(start <= block.layer < end for start, end in runs)
+    def kind(block: Block) -> tuple[tuple[Operator, ...], bool, bool]:
+        return block.operators, any(start <= block.layer < end for start, end in runs), block.layer < offloaded
 
     groups = [Group((embedding_block(model),))] if embedding else []
-    for (_, recomputed), equal in itertools.groupby(layer_blocks(model)[slice(*layers)], kind):
+    for (_, recomputed, away), equal in itertools.groupby(layer_blocks(model)[slice(*layers)], kind):
         first, *others = equal
-        groups.append(Group((first,), 1 + len(others), recomputed))
+        groups.append(Group((first,), 1 + len(others), recomputed, away))
     if head:
         if modules := prediction_blocks(model):
             groups.append(Group(modules[:3], len(modules) // 3, everything))
@@ -102,7 +105,7 @@ def _groups(
 
 def composition(groups: Iterable[Group]) -> tuple[object, ...]:
     """Equal for stages that hold as many parts of each kind."""
-    return tuple((group.part, group.count) for group in groups)
+    return tuple((group.part, group.count, group.offloaded) for group in groups)
 
 
 def group_ops(plan: Plan, group: Group, tp_rank: int = 0) -> tuple[Op, ...]:

@@ -73,10 +73,10 @@ class CommunicationPricing:
         """`gathers_scheduled` says that the schedule has UNSHARD actions; otherwise ZeRO-3
         gathers inside every F and B.
 
-        `shared` may be passed to the pricings of plans that differ only in layout, batch, recompute and schedule: what
-        they have in common is then priced once. By default all such plans of the process share. `spreads` says how
-        groups lie, if not as those of data-parallel rank 0 over whole links, and `expert_load` how many times the
-        average the busiest experts have to do; their prices are shared with no others.
+        `shared` may be passed to the pricings of plans that differ only in layout, batch, recompute, offload and
+        schedule: what they have in common is then priced once. By default all such plans of the process share.
+        `spreads` says how groups lie, if not as those of data-parallel rank 0 over whole links, and `expert_load` how
+        many times the average the busiest experts have to do; their prices are shared with no others.
         """
         self.plan = plan
         self.profile = profile_of(plan)
@@ -115,7 +115,8 @@ class CommunicationPricing:
         self._spreads = spreads or _spreads_of(plan, shared.setdefault(("spreads",), {}))
         block_key = (*degrees, layout.sequence_parallel, plan.batch, plan.recompute)
         self._blocks: dict[tuple[object, ...], Any] = shared.setdefault(block_key, {})
-        self._shared: dict[object, Any] = shared.setdefault((block_key, layout, self._owners, gathers_scheduled), {})
+        whole_key = (block_key, layout, plan.offload, self._owners, gathers_scheduled)
+        self._shared: dict[object, Any] = shared.setdefault(whole_key, {})
         # By stage its groups of equal layers; the axes over which layers communicate, and all axes.
         self._groups = [stage_groups(plan, stage) for stage in range(len(self._owners))]
         sizes = {"cp": layout.cp, "cp_inner": layout.cp_inner, "ep": layout.ep}

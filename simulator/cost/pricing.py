@@ -30,12 +30,14 @@ from ..compute.compute import elementwise_s, host_s, slowed_s, traffic_s
 from ..engine.attribution import Sort, Sorts
 from ..engine.contention import Traffic
 from ..engine.seconds import NOTHING, Seconds, on_grid
+from ..memory.sizes import group_retained_bytes, stage_sizes
 from ..stack.delayed_scaling import AMAX_CALLS, amax_reduction, update_s
 from .blocks import COMPONENT_OF_AXIS, Block, BlockPricer, Part
 from .communication import CommunicationPricing, Place
 from .expert_load import loaded_traffic, loaded_work
 from .host_blocks import host_block, host_check_s, host_flatten_s, host_step_s
 from .host_cores import core_loads, skew_s
+from .host_link import backward_wait_s, copies_under_work, forward_wait_s, update_wait_s
 from .once_a_step import waited_s
 from .shared_links import shared_links
 from .traffic import group_traffic
@@ -203,6 +205,8 @@ class Pricing(CommunicationPricing):
                 reduces, work = kind in (Kind.B, Kind.W), self._work(kind, place, self._sums_gradients)
                 if self._agrees and kind is not Kind.W:
                     work += self._agreeing(place, backward=kind is not Kind.F)
+                if self.plan.offload.activations and kind is not Kind.W:
+                    work += Seconds(other=self._host_link_s(kind, place))
                 return self._with_sharding(
                     work, place, gathers=kind is not Kind.W, reduces=reduces, backward=kind is not Kind.F
                 )
@@ -265,6 +269,17 @@ class Pricing(CommunicationPricing):
         launching_s = host_s(self.plan.cluster, total.num_kernels) * self.profile.host_calls
         waited_s = launching_s if self.profile.launch_blocking else launching_s - total.seconds.total_s
         return total.seconds + Seconds(other=waited_s) if waited_s > 0 else total.seconds
+
+    def _host_link_s(self, kind: Kind, place: Place) -> float:
+        """What a pass waits for copies to or from host memory."""
+        cluster, parts = self.plan.cluster, list[tuple[float, float]]()
+        for group in self._groups[place.stage]:
+            copy_s = group_retained_bytes(self.plan, group) / cluster.host_link_bytes_per_s if group.offloaded else 0.0
+            work_s = getattr(self._block(group, place, self._sums_gradients), PARTS[kind]).seconds.total_s
+            parts += [(work_s, copy_s)] * group.count
+        if not copies_under_work(cluster):
+            return sum(copy_s for _, copy_s in parts)
+        return forward_wait_s(parts) if kind is Kind.F else backward_wait_s(parts)
 
     def _block(self, group: Group, place: Place, sums_gradients: bool = True) -> Block:
         key: tuple[object, ...] = (
@@ -375,7 +390,11 @@ class Pricing(CommunicationPricing):
         if self._reduces_in_step:
             for stage in stages:
                 communicated += self._reduction(Place(stage, place.pp_rank))
-        return update + communicated + Seconds(other=self._waited_s(stages) + self._skew_s(stages))
+        waited_s = self._waited_s(stages) + self._skew_s(stages)
+        if plan.offload.optimizer:
+            away = sum(stage_sizes(plan)[stage].offloaded_moment_bytes for stage in stages)
+            waited_s += update_wait_s(plan.cluster, away, optimizer_s * plan.offload.optimizer)
+        return update + communicated + Seconds(other=waited_s)
 
     def _skew_s(self, stages: tuple[int, ...]) -> float:
         """What replicas and pipeline ranks of a calibrated host wait for each other in a step, who meet once."""

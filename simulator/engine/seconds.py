@@ -16,7 +16,7 @@ GRID = 2.0**40
 class Seconds:
     """Seconds by the components of `time_s` of the report; of communication only what no compute hides.
 
-    `other` is what a device waits for its host to launch kernels.
+    `other` is what a device waits for its host to launch kernels, and for copies to and from the host's memory.
     """
 
     compute: float = 0.0

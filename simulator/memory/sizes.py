@@ -9,19 +9,27 @@ from functools import lru_cache
 from ...core.model.blocks import Block, layer_blocks
 from ...core.plan.plan import Plan
 from ...core.program import Group, composition, stage_groups
+from ...core.program.offload import staged_bytes
 from ..stack.profiles import profile_of
 from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
 from .own import own_nodes, own_reduce_bytes, own_step_bytes
 from .own_zero import backward_bytes, gathering_bytes
-from .static import gathered_bytes, gradients_bytes, optimizer_bytes, step_bytes, weights_bytes
-from .tape import EMPTY, Node, TapeMemory, tape_memory
+from .static import (
+    gathered_bytes,
+    gradients_bytes,
+    offloaded_moment_bytes,
+    optimizer_bytes,
+    step_bytes,
+    weights_bytes,
+)
+from .tape import Node, TapeMemory, tape_memory, with_offloaded
 from .tensors import LayerTensors
 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Bytes of one stage on its ranks: its tape for one microbatch, what is held of it throughout,
-    and what comes and goes."""
+    """Bytes of one stage on its ranks: its tape for one microbatch, what is held of it throughout, what comes and goes,
+    and what one microbatch and the optimizer keep in host memory instead."""
 
     tape: TapeMemory
     weights_bytes: int
@@ -31,11 +39,18 @@ class StageSizes:
     gathered_bytes: int
     reduce_bytes: int = 0
     gathering_bytes: int = 0
+    offloaded_bytes: int = 0
+    offloaded_moment_bytes: int = 0
 
 
 def stage_activation_bytes(plan: Plan) -> list[int]:
     """Bytes one microbatch keeps on every stage between forward and backward."""
     return [sizes.tape.retained_bytes for sizes in stage_sizes(plan)]
+
+
+def group_retained_bytes(plan: Plan, group: Group) -> int:
+    """Bytes one microbatch keeps of one part of a group, on the device or in host memory."""
+    return _part_memory(LayerTensors(plan, profile_of(plan).memory), group).retained_bytes
 
 
 def layer_activation_bytes(plan: Plan, layer: int = 0) -> int:
@@ -97,11 +112,12 @@ def _tapes_of(*_family: object) -> _Parts:
 
 def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> StageSizes:
     """The sizes of one stage; `parts` collects the tapes of its parts for the stages that follow."""
-    tape, profile = EMPTY, tensors.profile
-    for group in stage_groups(plan, stage):
+    profile, groups = tensors.profile, stage_groups(plan, stage)
+    for group in groups:
         if group.part not in parts:
             parts[group.part] = _part_memory(tensors, group)
-        tape = tape + parts[group.part].times(group.count)
+    tape = with_offloaded([(parts[group.part], group.count, group.offloaded) for group in groups])
+    offloaded = sum(parts[group.part].retained_bytes * group.count for group in groups if group.offloaded)
     if profile.separate_gradients:
         whole, weight = (
             backward_bytes(plan, stage, num_bytes) for num_bytes in (tape.backward_bytes, tape.weight_bytes)
@@ -110,13 +126,15 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> S
     return StageSizes(
         tape=tape
         if profile.defers_products
-        else replace(tape, deferred_bytes=tape.retained_bytes, split_bytes=tape.backward_bytes),
+        else replace(tape, deferred_bytes=tape.retained_bytes + offloaded, split_bytes=tape.backward_bytes),
         weights_bytes=weights_bytes(plan, profile, stage),
         gradients_bytes=gradients_bytes(plan, profile, stage),
         optimizer_bytes=optimizer_bytes(plan, profile, stage),
         step_bytes=step_bytes(plan, profile, stage),
         gathered_bytes=gathered_bytes(plan, stage),
         gathering_bytes=gathering_bytes(plan, stage) if profile.separate_gradients else 0,
+        offloaded_bytes=offloaded,
+        offloaded_moment_bytes=offloaded_moment_bytes(plan, profile, stage),
         reduce_bytes=own_reduce_bytes(plan, stage, gradients_bytes(plan, profile, stage))
         if profile.separate_gradients
         else 0,
@@ -127,10 +145,13 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> S
 def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """What the optimizer step of every rank, which holds the stages `owned`, holds besides all else."""
     sizes = stage_sizes(plan)
+    staged = [staged_bytes(sum(sizes[stage].offloaded_moment_bytes for stage in stages)) for stages in owned]
     if not profile_of(plan).memory.separate_gradients:
-        return tuple(sum(sizes[stage].step_bytes for stage in stages) for stages in owned)
+        return tuple(
+            sum(sizes[stage].step_bytes for stage in stages) + own for stages, own in zip(owned, staged, strict=True)
+        )
     return tuple(
-        own_step_bytes(plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages))
+        own_step_bytes(plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages)) + staged[pp_rank]
         for pp_rank, stages in enumerate(owned)
     )
 

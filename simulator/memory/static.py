@@ -16,11 +16,9 @@ from ...core.model.roles import Role
 from ...core.plan.plan import Plan
 from ...core.program import Group, Held, held_elements, held_gradients, num_shards, stage_groups, weight_bytes
 from ...core.program.buckets import sums_are_sharded
+from ...core.program.offload import MOMENT_BYTES
 from ..stack.memory_profile import MemoryProfile
 from .tensors import LayerTensors, rotary_table_bytes
-
-MOMENT_BYTES = 8
-"""Two fp32 moments of Adam."""
 
 MASTER_BYTES = 4
 """An fp32 copy of the weights, where weights are 16 bits."""
@@ -54,11 +52,21 @@ def gradients_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
 
 
 def optimizer_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
-    """Adam's moments and the fp32 master weights of a stage, cut with ZeRO."""
+    """Adam's moments and the fp32 master weights of a stage, cut with ZeRO, without what rests in host memory."""
     master = 0 if plan.precision.dtype == "fp32" or profile.fp32_weights else MASTER_BYTES
-    return _cut(
+    whole = _cut(
         padded_elements(plan, profile, stage), num_shards(plan, stage), MOMENT_BYTES + master, cut=plan.layout.zero >= 1
     )
+    return whole - offloaded_moment_bytes(plan, profile, stage)
+
+
+def offloaded_moment_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+    """Those of Adam's moments of a stage that rest in host memory. Modelled: exactly the share that is asked for; ours
+    are whole parameters, as many of a rank's as are at least that."""
+    moments = _cut(
+        padded_elements(plan, profile, stage), num_shards(plan, stage), MOMENT_BYTES, cut=plan.layout.zero >= 1
+    )
+    return int(moments * plan.offload.optimizer)
 
 
 def step_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:

@@ -9,7 +9,7 @@ until its own backward ends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,42 @@ class TapeMemory:
 
 
 EMPTY = TapeMemory(0, 0, 0, 0)
+
+
+def with_offloaded(parts: Sequence[tuple[TapeMemory, int, bool]]) -> TapeMemory:
+    """The tape of a stage, of parts that each come so many times in a row, and that keep what their backward needs in
+    host memory where the last is true.
+
+    What an offloaded part keeps is still on its way out while the next part runs forward, and on its way back while the
+    backward of that part runs (`backend.base.offload`).
+    """
+    tape, moving = EMPTY, 0
+    for part, count, offloaded in parts:
+        if not offloaded and not moving:
+            tape = tape + part.times(count)
+            continue
+        first, others = _with_moving(part, moving), part
+        if offloaded:
+            first, others = _left(first), _left(_with_moving(part, part.retained_bytes))
+        tape, moving = tape + first, part.retained_bytes * offloaded
+        if count > 1:
+            tape = tape + others.times(count - 1)
+    return tape
+
+
+def _with_moving(tape: TapeMemory, num_bytes: int) -> TapeMemory:
+    """A tape during whose forward and backward so many bytes are on their way."""
+    return replace(
+        tape,
+        forward_bytes=tape.forward_bytes + num_bytes,
+        backward_bytes=tape.backward_bytes + num_bytes,
+        split_bytes=tape.split_bytes + num_bytes,
+    )
+
+
+def _left(tape: TapeMemory) -> TapeMemory:
+    """A tape of which nothing stays on the device between its forward and its backward."""
+    return replace(tape, retained_bytes=0)
 
 
 def tape_memory(nodes: Sequence[Node]) -> TapeMemory:

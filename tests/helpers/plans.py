@@ -18,6 +18,7 @@ from shardproof.core.plan.sections import (
     Checkpoint,
     DataParallel,
     Numerics,
+    Offload,
     Optimizer,
     Precision,
     Recompute,
@@ -37,11 +38,13 @@ SECTIONS: dict[str, Any] = {
     "train": Train(),
     "checkpoint": Checkpoint(),
     "variation": Variation(),
+    "offload": Offload(),
 }
-# Whose each field is; of a name that several sections have, the first has it. `samples` is the batch's, so
-# `Variation` is given whole.
+# Whose each field is; of a name that several sections have, the first has it. `samples` is the batch's and `optimizer`
+# a section, so `Variation` and `Offload` are given whole.
+WHOLE = ("variation", "offload")
 OWNERS = {
-    entry.name: name for name, section in reversed(SECTIONS.items()) if name != "variation" for entry in fields(section)
+    entry.name: name for name, section in reversed(SECTIONS.items()) if name not in WHOLE for entry in fields(section)
 }
 OWNERS |= {entry.name: owner for owner, noun in (("model", ModelSpec), ("layout", Layout)) for entry in fields(noun)}
 del OWNERS["name"]
@@ -64,8 +67,8 @@ def plan(
 
     An option is a field of a section by its name in a plan file (`tp=2`, `dtype="bf16"`, `clip_grad_norm=0.1`,
     `num_heads=6`), or a whole section (`train=Train(...)`), in which given fields then change. Of names that several
-    sections have, `mode` is that of numerics, `num_layers` the model's and `seed` the training's. What `Variation` has
-    is given as that section only.
+    sections have, `mode` is that of numerics, `num_layers` the model's and `seed` the training's. What `Variation`
+    and `Offload` have is given as those sections only.
 
     The default is tiny-gpt (4 heads, hidden size 64, biases, learned positions): a step takes milliseconds. A tiny
     preset given by its name has two layers, or one per stage where there are more. Any other model keeps its layers,

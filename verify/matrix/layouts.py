@@ -17,7 +17,7 @@ from ...core.base.reduction import cut
 from ...core.layout.layout import DEFAULT_ORDER, Layout
 from ...core.plan.plan import Plan
 from ...core.plan.rules import broken_rules
-from ...core.plan.sections import Batch, DataParallel, Recompute, Runtime, ScheduleChoice
+from ...core.plan.sections import Batch, DataParallel, Offload, Recompute, Runtime, ScheduleChoice
 from ...core.schedule import CATALOG
 from .covering import Covering, Feature, Row, Space, cover, first_possible
 from .problems import NUM_LAYERS, PROBLEMS, TOKENS, Problem
@@ -86,6 +86,12 @@ KEYS: Mapping[str, tuple[Literal["all_gather", "ring"], bool]] = {
 }
 """How queries meet keys: how these are sent, and whether neighbours exchange heads for tokens first: all of cp, or with
 a ring the fewest that cut it."""
+OFFLOAD: Mapping[str, Offload] = {
+    "nothing": Offload(),
+    "a layer and half": Offload(activations=1, optimizer=0.5),
+    "all": Offload(activations=NUM_LAYERS, optimizer=1.0),
+}
+"""What rests in host memory: of layers' saved tensors and of the optimizer's moments."""
 
 CUT_BY_TOKENS = ("batch", "numerics")
 """The sections of a plan that say how many tokens there are, and in what blocks."""
@@ -105,6 +111,7 @@ FACTORS: Mapping[str, tuple[str | int, ...]] = {
     "micro": (1, 2, 3),
     "split": ("even", "uneven"),
     "recompute": tuple(RECOMPUTE),
+    "offload": tuple(OFFLOAD),
     "order": (DEFAULT_ORDER, "pp-dp-tp-cp-ep"),
     "overlap": ("no", "tp"),
     "ep_comm_overlap": ("no", "yes"),
@@ -148,6 +155,7 @@ def matrix_space(max_ranks: int = MAX_RANKS) -> Space:
                 "sequence",
                 "micro",
                 "recompute",
+                "offload",
                 "order",
                 "overlap",
                 "ep_comm_overlap",
@@ -269,6 +277,7 @@ def _plan_of(values: tuple[str | int, ...]) -> Plan | Refusal:
         "schedule": ScheduleChoice(schedule, max_active_stages=1 + (schedule in PAIRED) if row["zero"] == 3 else None),
         "data_parallel": data_parallel_of(row),
         "recompute": recompute_of(PROBLEMS[str(row["problem"])], str(row["recompute"])),
+        "offload": OFFLOAD[str(row["offload"])],
         "runtime": Runtime(
             tp_comm_overlap=True if row["overlap"] == "tp" else None,
             ep_comm_overlap=True if row["ep_comm_overlap"] == "yes" and schedule in PAIRED else None,

@@ -96,6 +96,7 @@ def label(row: Row) -> str:
     words += [f"micro{row['micro']}"]
     words += ["uneven"] if row.get("split") == "uneven" and row["dp"] != 1 else []
     words += [f"recompute {row['recompute']}"] if row.get("recompute", "none") != "none" else []
+    words += [f"offload {row['offload']}"] if row.get("offload", "nothing") != "nothing" else []
     words += ["overlap"] if row["overlap"] == "tp" else []
     words += [f"messages {row['messages']}"] if row.get("messages", "overlapped") != "overlapped" else []
     words += [f"zero{row['zero']}"] if row.get("zero", 0) != 0 else []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 NOT_HERE: Mapping[str, str] = {
     "DA04": "data are one text: there is no blend of several, whose shares could be rounded",
     "RC06": (
-        "nothing is offloaded: gradients stay on the device that computes them, and no copy to the host races "
+        "gradients are not offloaded: they stay on the device that computes them, and no copy to the host races "
         "their memory"
     ),
 }

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backend.base import offload, offloaded_moments
 from ...backend.data_parallel import early
 from ...backend.gradients import gradients, not_finite
 from ...backend.model import router
@@ -80,6 +81,32 @@ def _takes_at_once(tensor: Any, moment: Any) -> Any:
     return tensor
 
 
+def _lets_go_at_once(retained: Any) -> None:
+    for stored in retained._sending.values():
+        stored.sent = None
+    _settle(retained)
+
+
+def _keeps_and_goes_on(retained: Any) -> None:
+    for stored in retained._sending.values():
+        if stored.sent is not None:
+            with torch.cuda.stream(retained._copies._out):
+                offload.wait_for(stored.sent, retained._copies.device)
+                stored.on_device.record_stream(torch.cuda.current_stream())
+            stored.sent = None
+    _settle(retained)
+
+
+def _spends_buffers(copies: Any, stored: Any) -> Any:
+    moment = _fetch(copies, stored)
+    for each in stored:
+        buffer, each._buffer = each._buffer, copies.empty(len(each._buffer), torch.uint8)
+        copies.give_back(buffer)
+    return moment
+
+
+_settle, _fetch = offload.Retained.settle, offload._fetch
+
 CHANGES = (
     Change(
         "what is handed over is taken at once", messages, "take_over", _takes_at_once, "read-before-written", "tp2-pp2"
@@ -130,6 +157,46 @@ CHANGES = (
         "dp2-zero1",
     ),
     Change("the host waits for tokens", data, "to_device", _waits_for_the_copy, "host-waits", "dp2-zero1"),
+    Change(
+        "a layer's memory is let go of before it is copied",
+        offload.Retained,
+        "settle",
+        _lets_go_at_once,
+        "freed-in-use",
+        "tp2-offload",
+    ),
+    Change(
+        "what was copied to the host comes back before it is there",
+        offload.Retained,
+        "settle",
+        _keeps_and_goes_on,
+        "read-before-written",
+        "tp2-offload",
+    ),
+    Change(
+        "a backward does not wait for what comes back",
+        offload.Retained,
+        "arrive",
+        offload.Retained.fetch,
+        "read-before-written",
+        "tp2-offload",
+    ),
+    Change(
+        "moments are updated before they have come",
+        offloaded_moments,
+        "wait_for",
+        _nothing,
+        "read-before-written",
+        "tp2-offload",
+    ),
+    Change(
+        "a buffer of the host is used again while it is copied back",
+        offload,
+        "_fetch",
+        _spends_buffers,
+        "written-while-read",
+        "pairs-offload",
+    ),
 )
 
 
@@ -172,6 +239,15 @@ PLANS = {
     ),
     "tp2-overlap": _TOP.format(model="", ranks=2, layout="tp = 2\nsequence_parallel = true", data="").replace(
         "[train]", "[runtime]\ntp_comm_overlap = true\n[train]"
+    ),
+    "tp2-offload": _TOP.format(model="num_layers = 4", ranks=2, layout="tp = 2", data="").replace(
+        "[train]", "[offload]\nactivations = 3\noptimizer = 1.0\n[train]"
+    ),
+    "pairs-offload": _TOP.format(model="num_layers = 8", ranks=4, layout="tp = 2\npp = 2\nvpp = 2", data="")
+    .replace("global = 4", "global = 8")
+    .replace(
+        "[train]",
+        '[offload]\nactivations = 2\n[schedule]\nname = "DualPipeV"\n[runtime]\nep_comm_overlap = true\n[train]',
     ),
 }
 """Small plans in which each change shows."""

@@ -4,7 +4,9 @@ A stream does its work in the order in which it was given. Between streams order
 stream for another, and from the host where a thread waits for a stream and then gives work to another; one thread knows
 nothing of what others have waited for. The caching allocator gives memory that is let go of to the next that asks on
 the stream it was allocated on, when that one and those that `record_stream` has named have done what they were given by
-then: other streams' work must be over for one of them (torch, "CUDA semantics", "Memory management").
+then: other streams' work must be over for one of them (torch, "CUDA semantics", "Memory management"). Page-locked
+memory of the host that copies read and write is looked at in the same way, but for its end: its allocator waits for the
+copies.
 """
 
 from __future__ import annotations
@@ -129,8 +131,10 @@ def races(entries: Iterable[Entry]) -> list[Race]:
                 _reads(memories.get(memory), memory, use, streams, race)
             for memory in entry.writes:
                 _writes(memories.get(memory), memory, use, streams, race)
-        elif entry.kind == "allocate":
+        elif entry.kind in ("allocate", "allocate host"):
             memories[int(entry.name)] = _Memory(entry.stream)
+        elif entry.kind == "free host":
+            memories.pop(int(entry.name), None)
         elif entry.kind == "record_stream":
             if (known := memories.get(int(entry.name))) is not None:
                 known.recorded.add(entry.stream)

@@ -1,4 +1,4 @@
-"""The rules that say what may be recomputed. `table` has them in order."""
+"""The rules that say what may be recomputed, and what may rest in host memory. `table` has them in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...base.errors import did_you_mean
 from ...layout.layout import Layout
 from ...model.model import ModelSpec
-from ..sections import RECOMPUTE_MODULES, Recompute
+from ..sections import RECOMPUTE_MODULES, Offload, Recompute
 
 
 def recompute_is_chosen_once(recompute: Recompute) -> Iterator[str]:
@@ -75,3 +75,12 @@ def recomputed_modules_exist(recompute: Recompute, model: ModelSpec) -> Iterator
             yield f"modules={list(recompute.modules)}: model {model.name} has no shared experts. Leave {name!r} out."
         elif name == "mla_up_proj" and not model.is_mla:
             yield f"modules={list(recompute.modules)}: model {model.name} has no latent attention. Leave {name!r} out."
+
+
+def offloaded_layers_exist(offload: Offload, model: ModelSpec) -> Iterator[str]:
+    """A model has as many layers as each of its stages is to offload; a stage with fewer offloads all of its own."""
+    if offload.activations > model.num_layers:
+        yield (
+            f"activations={offload.activations} layers of each stage keep what their backward needs in host memory, "
+            f"but model {model.name} has {model.num_layers}. Use at most {model.num_layers}."
+        )

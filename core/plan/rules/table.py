@@ -38,6 +38,7 @@ from .modules import (
 )
 from .recompute import (
     distributed_inputs_are_whole,
+    offloaded_layers_exist,
     recompute_is_chosen_once,
     recomputed_layers_exist,
     recomputed_modules_exist,
@@ -294,6 +295,12 @@ RULES: tuple[Rule, ...] = (
         ("recompute.modules", "model.num_experts", "model.kv_lora_rank"),
         "a layer of the model has the modules that are recomputed",
         recomputed_modules_exist,
+    ),
+    Rule(
+        "offloaded-layers-exist",
+        ("offload.activations", "model.num_layers"),
+        "the model has the layers that each stage offloads",
+        offloaded_layers_exist,
     ),
     Rule(
         "shards-divide",

@@ -42,6 +42,7 @@ from shardproof.core.plan.sections import (
     Checkpoint,
     DataParallel,
     Numerics,
+    Offload,
     Optimizer,
     Precision,
     Recompute,
@@ -107,7 +108,11 @@ def undisturbed():
         if key not in known:
             one = replace(plan, layout=Layout(), cluster=cluster_preset("this-host", 1), checkpoint=Checkpoint())
             one = replace(
-                one, schedule=ScheduleChoice("1F1B"), batch=replace(plan.batch, micro_size=1), recompute=Recompute()
+                one,
+                offload=Offload(),
+                schedule=ScheduleChoice("1F1B"),
+                batch=replace(plan.batch, micro_size=1),
+                recompute=Recompute(),
             )
             pieces: list = []
             steps = train(one, observer=lambda global_rank: LastState(pieces))
@@ -190,6 +195,14 @@ CHANGES = {
     "bf16-hybrid-to-zero3": (
         tiny(layout=Layout(dp=4, zero=1), micro=1, data_parallel=DataParallel(shard=2), **BF16),
         tiny(layout=Layout(pp=2, dp=2, zero=3), schedule=ScheduleChoice(max_active_stages=1), **BF16),
+    ),
+    "offloaded-dp2-zero1-to-tp2": (
+        tiny(layout=Layout(dp=2, zero=1), micro=1, offload=Offload(1, 1.0), **BF16),
+        tiny(layout=Layout(tp=2), **BF16),
+    ),
+    "dp3-to-offloaded-tp2-pp2": (
+        tiny(layout=Layout(dp=3)),
+        tiny(layout=Layout(tp=2, pp=2), offload=Offload(1, 0.6)),
     ),
     "fp16-dp2-to-tp2-with-a-moving-loss-scale": (tiny(layout=Layout(dp=2), **FP16), tiny(layout=Layout(tp=2), **FP16)),
     "the-same-layout": (tiny(layout=Layout(tp=2, dp=2)), tiny(layout=Layout(tp=2, dp=2))),

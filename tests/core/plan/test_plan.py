@@ -465,6 +465,10 @@ BROKEN = {
         ('"selective"', ('"selective"\nmodules = ["core_attn", "moe"]')),
         "has no experts, so there is no 'moe'",
     ),
+    "offloaded-layers-exist": (
+        ("[numerics]", "[offload]\nactivations = 97\n[numerics]"),
+        "model gpt3-175b has 96. Use at most 96",
+    ),
     "shards-divide": (
         ("[numerics]", "[data_parallel]\nshard = 3\n[numerics]"),
         ("shard=3 does not divide the dp*cp=16 ranks"),

@@ -37,6 +37,10 @@ with torch.cuda.stream(stream):
 torch.cuda.current_stream().wait_stream(stream)
 assert e.tolist() == [[1, 2], [4, 5]] * 2 and e.nonzero().shape == (8, 2)
 x = torch.empty(0, device="cuda").resize_(3).fill_(2)
+host = torch.empty(6, pin_memory=True)
+assert host.is_pinned() and not torch.empty(6).is_pinned()
+host.view(2, 3).copy_(a.detach(), non_blocking=True)
+assert torch.equal(host.to("cuda:2", non_blocking=True), a.detach().flatten())
 assert x.sum().item() == 6 and torch.arange(3, device="cuda")[x > 1].tolist() == [0, 1, 2]
 try:
     a + c
@@ -92,7 +96,7 @@ def test_a_step_has_the_bits_of_one_device_and_no_race(plan: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("plan", ["dp2-zero3", "ep2", "tp2-overlap"])
+@pytest.mark.parametrize("plan", ["dp2-zero3", "ep2", "tp2-overlap", "tp2-offload", "pairs-offload"])
 def test_steps_of_other_plans(plan: str) -> None:
     test_a_step_has_the_bits_of_one_device_and_no_race(plan)
 

@@ -19,6 +19,7 @@ def op(stream: int, *, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()
 MADE = (NEW, op(0, writes=(7,)))
 RECORDED, WAITED = Entry("record", 1, 0, "1"), Entry("wait", 1, 5, "1")
 USED = op(5, reads=(7,))
+AWAY = (Entry("allocate host", 1, 0, "9"), op(0, writes=(9,)))
 
 CASES = {
     "an event orders two streams": ([*MADE, RECORDED, WAITED, USED], []),
@@ -60,6 +61,15 @@ CASES = {
     ),
     "its own stream has waited before it is let go of": (
         [*MADE, RECORDED, WAITED, USED, Entry("record", 1, 5, "2"), Entry("wait", 1, 0, "2"), Entry("free", 1, 0, "7")],
+        [],
+    ),
+    "a buffer of the host is written while another stream reads it": (
+        [*AWAY, RECORDED, WAITED, op(5, reads=(9,)), op(0, writes=(9,))],
+        ["written-while-read"],
+    ),
+    "a buffer of the host is read before it is there": ([*AWAY, op(5, reads=(9,))], ["read-before-written"]),
+    "the end of a buffer of the host waits for its copies": (
+        [*AWAY, RECORDED, WAITED, op(5, reads=(9,)), Entry("free host", 1, 0, "9")],
         [],
     ),
     "order passes through a third stream": (

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/Allocator.h>
@@ -65,9 +66,9 @@ struct Memory {
 
 std::unordered_map<const void*, int64_t> memories;  // by where they begin; under `mutex`
 
-void release(void* context) {
+void release_as(const char* kind, void* context) {
   auto* memory = static_cast<Memory*>(context);
-  write("free", here(), std::to_string(memory->id));
+  write(kind, here(), std::to_string(memory->id));
   {
     std::lock_guard<std::mutex> held(mutex);
     memories.erase(memory->data);
@@ -76,27 +77,54 @@ void release(void* context) {
   delete memory;
 }
 
+void release(void* context) { release_as("free", context); }
+void release_host(void* context) { release_as("free host", context); }
+
+Memory* allocate_as(const char* kind, size_t num_bytes) {
+  void* data = nullptr;
+  if (posix_memalign(&data, 64, num_bytes ? num_bytes : 1)) throw std::bad_alloc();
+  auto* memory = new Memory{num_memories++, data};
+  {
+    std::lock_guard<std::mutex> held(mutex);
+    memories[data] = memory->id;
+  }
+  write(kind, here(), std::to_string(memory->id), "", std::to_string(num_bytes));
+  return memory;
+}
+
 struct PretendedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
-    void* data = nullptr;
-    if (posix_memalign(&data, 64, num_bytes ? num_bytes : 1)) throw std::bad_alloc();
-    auto* memory = new Memory{num_memories++, data};
-    {
-      std::lock_guard<std::mutex> held(mutex);
-      memories[data] = memory->id;
-    }
-    write("allocate", here(), std::to_string(memory->id), "", std::to_string(num_bytes));
-    return {data, memory, &release, c10::Device(c10::kCUDA, own_device)};
+    auto* memory = allocate_as("allocate", num_bytes);
+    return {memory->data, memory, &release, c10::Device(c10::kCUDA, own_device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* target, const void* source, size_t count) const override { std::memcpy(target, source, count); }
 };
 PretendedAllocator allocator;
 
+// Page-locked memory of the host, which streams read and write.
+struct PretendedHostAllocator final : at::HostAllocator {
+  c10::DataPtr allocate(size_t num_bytes) override {
+    auto* memory = allocate_as("allocate host", num_bytes);
+    return {memory->data, memory, &release_host, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* target, const void* source, size_t count) const override { std::memcpy(target, source, count); }
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+};
+PretendedHostAllocator host_allocator;
+
+bool is_pinned(const at::Tensor& tensor) { return tensor.defined() && tensor.storage().data_ptr().get_deleter() == &release_host; }
+
 int64_t memory_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_cuda()) return 0;
+  if (!tensor.defined() || !(tensor.is_cuda() || is_pinned(tensor))) return 0;
   const auto& pointer = tensor.storage().data_ptr();
-  return pointer.get_deleter() == &release ? static_cast<Memory*>(pointer.get_context())->id : 0;
+  auto own = pointer.get_deleter() == &release || pointer.get_deleter() == &release_host;
+  return own ? static_cast<Memory*>(pointer.get_context())->id : 0;
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -302,7 +330,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   on_cpu(self).copy_(on_cpu(source));
   write("op", here(), "aten::copy_", joined({memory_of(source)}), joined({memory_of(self)}));
   // a copy between host and device is waited for unless it need not be and can be without: then what is pageable is copied on the way to the device
-  if (self.is_cuda() != source.is_cuda() && !(non_blocking && (self.is_cuda() || self.is_pinned())))
+  if (self.is_cuda() != source.is_cuda() && !(non_blocking && (self.is_cuda() || is_pinned(self))))
     host_waits("host waits for stream", here(), self.is_cuda() ? "copy from the host" : "copy to the host");
   return self;
 }
@@ -349,7 +377,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 struct AtStart {
-  AtStart() { c10::SetAllocator(c10::kCUDA, &allocator); }
+  AtStart() {
+    c10::SetAllocator(c10::kCUDA, &allocator);
+    at::setHostAllocator(c10::kCUDA, &host_allocator);
+  }
 } at_start;
 
 }  // namespace
@@ -365,7 +396,11 @@ struct CUDAHooks : CUDAHooksInterface {
   DeviceIndex deviceCount() const override { return num_devices(); }
   DeviceIndex getCurrentDevice() const override { return own_device; }
   DeviceIndex current_device() const override { return own_device; }
-  bool isPinnedPtr(const void*) const override { return false; }
+  bool isPinnedPtr(const void* data) const override {
+    std::lock_guard<std::mutex> held(mutex);
+    return memories.count(data) > 0;  // asked of memory of the host alone
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &host_allocator; }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
