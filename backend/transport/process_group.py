@@ -37,6 +37,9 @@ from .interfaces import gloo_interfaces
 
 Backend = Literal["gloo", "nccl"]
 
+MESSAGES = "pp"
+"""What the axis of channels is called among those of groups."""
+
 DEVICE_TYPES: dict[str, str] = {"gloo": "cpu", "nccl": "cuda"}
 """Which kind of device each library moves."""
 
@@ -72,11 +75,13 @@ class ProcessGroupTransport(Transport):
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._has_default_group = False
 
-    def connect(self, name: str, rank: int, size: int) -> Any:
-        """A torch process group of `size` members, this rank at position `rank`. Returns when all members have come."""
-        store = dist.PrefixStore(name, self._store)
+    def connect(self, name: str, axis: str, ranks: Sequence[int]) -> Any:
+        """A torch process group of the members `ranks`, in that order. Returns when all of them have come."""
+        store, rank = dist.PrefixStore(name, self._store), ranks.index(self.global_rank)
         with _named(f"rank {self.global_rank}, connecting {name!r}"):
-            return self._nccl(store, rank, size) if self.backend == "nccl" else self._gloo(store, rank, size)
+            if self.backend == "nccl":
+                return self._nccl(store, name, axis, ranks)
+            return self._gloo(store, rank, len(ranks))
 
     def open_default_group(self) -> None:
         """Makes torch's default process group of all ranks, for those parts of torch that know no other;
@@ -128,11 +133,13 @@ class ProcessGroupTransport(Transport):
         options._threads = 1
         return dist.ProcessGroupGloo(store, rank, size, options)
 
-    def _nccl(self, store: dist.Store, rank: int, size: int) -> Any:
+    def _nccl(self, store: dist.Store, name: str, axis: str, ranks: Sequence[int]) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
+        # what torch's flight recorder and NCCL's messages call it
+        options.group_name, options.global_ranks_in_group = name, list(ranks)
         torch.cuda.set_device(self.device)
-        process_group = dist.ProcessGroupNCCL(store, rank, size, options)
+        process_group = dist.ProcessGroupNCCL(store, ranks.index(self.global_rank), len(ranks), options)
         process_group.eager_connect_single_device(self.device)
         return process_group
 
@@ -143,7 +150,7 @@ class ProcessGroup(Group):
     def __init__(self, transport: ProcessGroupTransport, name: str, axis: str, ranks: Sequence[int]):
         super().__init__(name, axis, ranks, transport.global_rank, transport.recorder)
         self._device = transport.device
-        self._process_group: Any = transport.connect(name, self.rank, self.size) if self.size > 1 else None
+        self._process_group: Any = transport.connect(name, axis, self.ranks) if self.size > 1 else None
 
     def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
         dtype = parts[0].dtype
@@ -217,7 +224,7 @@ class ProcessGroupChannel(Channel):
         # NCCL only puts the message in a stream. A stream of its own keeps the wait for a late peer
         # out of the compute stream.
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._process_group: Any = transport.connect(name, int(transport.global_rank == destination), 2)
+        self._process_group: Any = transport.connect(name, MESSAGES, (source, destination))
 
     def begin_send(self, tensor: Tensor) -> Callable[[], None]:
         self._check_end(self.source, "send")

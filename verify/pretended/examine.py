@@ -1,4 +1,5 @@
-"""`examined`: a plan's steps on pretended CUDA, their bits against one device and the races between streams."""
+"""`examined`: a plan's steps on pretended CUDA, their bits against one device, the races between streams, and the order
+of the calls that ranks give NCCL."""
 
 from __future__ import annotations
 
@@ -6,35 +7,42 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.base.errors import InternalError, PlanError
+from ...core.base.errors import InternalError, PlanError, RankFailure
 from ...core.plan.plan import Plan
+from .calls import calls_of
+from .circles import AtOnce, at_once, circles, does_not_fit
 from .environment import MOST_DEVICES, environment
 from .labelled import CHANGE_VARIABLE
 from .log import read_log
+from .order import OrderFault, faults
 from .races import Race, races
 
 STEPS = 2
+PATIENCE_S = 60.0
+PATIENCE_VARIABLE = "SHARDPROOF_PRETENDED_PATIENCE_S"
 BAD_PLAN = 2
 """Exit code of the process that proves, where the plan is at fault."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What was found: bits that differ (None where the proof came to no run), what the proof says besides, and the
-    races of each rank."""
+    """What was found: bits that differ (None where the proof came to no run), what the proof says besides, the races of
+    each rank, and faults in the order of calls. `at_once` are the calls of each rank that may have to run together."""
 
     bits_different: int | None
     findings: tuple[str, ...]
     races: dict[int, list[Race]]
+    order: tuple[OrderFault, ...] = ()
+    at_once: tuple[AtOnce, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Nothing was found."""
-        return self.bits_different == 0 and not self.findings and not any(self.races.values())
+        return self.bits_different == 0 and not self.findings and not any(self.races.values()) and not self.order
 
     def text(self) -> str:
         """For a terminal."""
@@ -42,6 +50,8 @@ class Examined:
         lines = [f"{bits}.", *self.findings]
         for rank, found in sorted(self.races.items()):
             lines += [f"rank {rank}: {len(found)} races", *(f"  {race}" for race in found)]
+        lines += [f"order of calls: {len(self.order)} faults", *(f"  {fault}" for fault in self.order)]
+        lines += map(str, self.at_once)
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -52,11 +62,14 @@ class Examined:
             "bits_different": self.bits_different,
             "findings": list(self.findings),
             "races": found,
+            "order": [asdict(fault) for fault in self.order],
+            "at_once": [asdict(each) for each in self.at_once],
         }
 
 
-def examined(plan: Plan, *, steps: int = STEPS, change: str = "") -> Examined:
+def examined(plan: Plan, *, steps: int = STEPS, change: str = "", patience_s: float = PATIENCE_S) -> Examined:
     """Runs a plan, or its twin, over NCCL in processes of their own; `change` is made wrong in the ranks (`changes`).
+    A call whose peers have not come for `patience_s` is given up.
 
     Raises `PlanError` for a plan that the backend does not run, and where there is no C++ compiler; `InternalError`
     where the run fails otherwise.
@@ -64,9 +77,10 @@ def examined(plan: Plan, *, steps: int = STEPS, change: str = "") -> Examined:
     with tempfile.TemporaryDirectory() as folder:
         devices = min(plan.world_size, MOST_DEVICES)
         command = [sys.executable, "-c", f"from {__name__} import prove_here; prove_here({steps})"]
+        variables = {CHANGE_VARIABLE: change, PATIENCE_VARIABLE: str(patience_s)}
         done = subprocess.run(
             command,
-            env={**environment(folder, devices=devices, log=True), CHANGE_VARIABLE: change},
+            env={**environment(folder, devices=devices, log=True), **variables},
             input=plan.to_toml(),
             capture_output=True,
             text=True,
@@ -77,12 +91,15 @@ def examined(plan: Plan, *, steps: int = STEPS, change: str = "") -> Examined:
             raise InternalError(f"the run on pretended CUDA failed: {done.stderr[-3000:]}")
         report = json.loads(done.stdout.splitlines()[-1])
         logs = [list(read_log(path)) for path in sorted((Path(folder) / "logs").glob("*.log"))]
-    found = {}
+    found, calls = {}, []
     for entries in logs:
-        ranks = [int(entry.name) for entry in entries if entry.kind == "rank"]
-        if ranks:
-            found[ranks[0]] = races(entries)
-    return Examined(report["bits_different"], tuple(report["findings"]), found)
+        if (of_rank := calls_of(entries)) is not None:
+            found[of_rank.rank] = races(entries)
+            calls.append(of_rank)
+    calls.sort(key=lambda each: each.rank)
+    together = tuple(each for each in map(at_once, calls) if each is not None)
+    order = (*faults(calls), *circles(calls), *does_not_fit(together))
+    return Examined(report["bits_different"], tuple(report["findings"]), found, order, together)
 
 
 def prove_here(steps: int) -> None:
@@ -95,5 +112,8 @@ def prove_here(steps: int) -> None:
     except PlanError as error:
         print(error, flush=True)
         sys.exit(BAD_PLAN)
+    except RankFailure as failure:  # its log says what came before
+        print(json.dumps({"bits_different": None, "findings": [str(failure)]}), flush=True)
+        return
     found = {"bits_different": proof.report.get("bits_different"), "findings": list(map(str, proof.findings))}
     print(json.dumps(found), flush=True)

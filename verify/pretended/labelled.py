@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...backend.base.recorder import Recorder
-from ...backend.transport.base import Transport
+from ...backend.base.recorder import CollectiveOp, Recorder
+from ...backend.ranks.training_rank import TrainingRank
+from ...backend.transport.base import Group, Transport
+from ...core.plan.plan import Plan
+from ...core.plan.schedule_of import schedule_for
+from ...core.program.of_rank import differences, recorded_by_action, step_of_rank
+from ...core.schedule import lower
 from ...core.schedule.action import Action
 from ..ledger.ledger import RankLedger
 from ..run.proof_run import ProofJob, train_steps
@@ -28,7 +34,15 @@ def pretended() -> Any:
 
 
 class LabelledRecorder(Recorder):
-    """Names the action and layer of each thread in the log of streams."""
+    """Names the action and layer of each thread in the log of streams, and what groups record."""
+
+    def collective(self, op: CollectiveOp, axis: str, group_size: int, sent_bytes: int) -> None:
+        super().collective(op, axis, group_size, sent_bytes)
+        note("recorded", str(sent_bytes))
+
+    def message(self, action: Action, num_bytes: int) -> None:
+        super().message(action, num_bytes)
+        pretended().pretended_label(str(action).encode())  # of what is sent next
 
     @contextlib.contextmanager
     def action(self, action: Action | None) -> Iterator[None]:
@@ -57,16 +71,65 @@ class LabelledRecorder(Recorder):
         pretended().pretended_label(" ".join(filter(None, [str(action or ""), layer])).encode())
 
 
+def note(kind: str, what: str) -> None:
+    """A line of the log that is no work of a stream."""
+    pretended().pretended_write(kind.encode(), 0, what.encode(), b"", b"")
+
+
 def labelled_steps(transport: Transport, job: ProofJob) -> RankLedger:
-    """The steps of `train_steps`; the log of this process begins with the number of the rank."""
+    """The steps of `train_steps`; the log of this process begins with the number of the rank, and ends with what the
+    rank computed and sent otherwise than `core.program` says."""
+    recorder = LabelledRecorder(enabled=True)
     if transport.world_size > 1:
+        transport.recorder = recorder
+        note("rank", str(transport.global_rank))
+        _say_groups()
+        _leave_out_evaluations(recorder)
         if name := os.environ.get(CHANGE_VARIABLE):
             from .changes import changed
 
-            changed(name)()
-        transport.recorder = LabelledRecorder()
-        pretended().pretended_write(b"rank", 0, str(transport.global_rank).encode(), b"", b"")
+            changed(name, transport.global_rank)()
     try:
-        return train_steps(transport, job)
+        ledger = train_steps(transport, job)
+        if transport.world_size > 1 and isinstance(job.plan, Plan):
+            _say_differences(job.plan, job.steps, transport.global_rank, recorder)
+        return ledger
     finally:
         pretended().pretended_flush()
+
+
+def _say_groups() -> None:
+    """Every call of a group is in the log, with the group's name, before what NCCL is given for it."""
+    begin = Group._begin_call
+
+    def said(group: Group) -> None:
+        note("asked", group.name)
+        begin(group)
+
+    Group._begin_call = said  # type: ignore[method-assign]
+
+
+def _leave_out_evaluations(recorder: Recorder) -> None:
+    """The program says what steps do."""
+    evaluate = TrainingRank.evaluate
+
+    def unrecorded(rank: TrainingRank) -> float:
+        recorder.enabled = False
+        try:
+            return evaluate(rank)
+        finally:
+            recorder.enabled = True
+
+    TrainingRank.evaluate = unrecorded  # type: ignore[method-assign]
+
+
+def _say_differences(plan: Plan, steps: int, global_rank: int, recorder: Recorder) -> None:
+    dp_rank = plan.layout.coordinates(global_rank)["dp"]
+    schedule = lower(schedule_for(plan, plan.microbatches_of(dp_rank)))
+    step = step_of_rank(plan, schedule, global_rank)
+    expected = {action: Counter({each: steps * count for each, count in of.items()}) for action, of in step.items()}
+    for action, (missing, more) in differences(expected, recorded_by_action(recorder.events)).items():
+        rule = "other-than-program" if action is not None else "without-action"
+        words = [f"{len(missing)} missing ({missing[0]})"] if missing else []
+        words += [f"{len(more)} not in the program ({more[0]})"] if more else []
+        note("told", f"{rule}: {action or 'outside of actions'}: {', '.join(words)}")
