@@ -9,6 +9,7 @@ gloo or NCCL object with anybody. Only methods of the process-group objects are 
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -33,9 +34,14 @@ from .base import (
     num_elements,
 )
 from .exchanged import exchanged_all_reduce, folded
+from .given import GivenGroups
 from .interfaces import gloo_interfaces
+from .nccl_options import set_options
 
 Backend = Literal["gloo", "nccl"]
+
+SPLIT = re.compile(r"(tp|cp|etp|ep)(-backward)?/\d+|(tp-gradients|tp_cp-gradients|dp|model|edp)/\d+")
+"""Names of those groups that every rank of a world opens, in one order and of one size (`Mesh`)."""
 
 MESSAGES = "pp"
 """What the axis of channels is called among those of groups."""
@@ -74,6 +80,9 @@ class ProcessGroupTransport(Transport):
         self._store = own_part(store, world_size)
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._has_default_group = False
+        self._parent: Any = None
+        self.given: GivenGroups | None = None
+        """The groups that the user brings."""
 
     def connect(self, name: str, axis: str, ranks: Sequence[int]) -> Any:
         """A torch process group of the members `ranks`, in that order. Returns when all of them have come."""
@@ -100,6 +109,8 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         super().close()
+        parent, self._parent = self._parent, None
+        _shut_down(parent)
         if self._has_default_group:
             self._has_default_group = False
             dist.destroy_process_group()
@@ -115,6 +126,12 @@ class ProcessGroupTransport(Transport):
     def _group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
         return ProcessGroup(self, name, axis, ranks)
 
+    def _brought(self, name: str, axis: str, ranks: Sequence[int]) -> Group | None:
+        if self.given is None or name != f"{axis}/{ranks[0]}":
+            return None
+        process_group = self.given.of(axis, ranks, self.device)
+        return None if process_group is None else ProcessGroup(self, name, axis, ranks, process_group)
+
     def _channel(self, name: str, source: int, destination: int) -> Channel:
         return ProcessGroupChannel(self, name, source, destination)
 
@@ -122,6 +139,13 @@ class ProcessGroupTransport(Transport):
         if error is None:
             self.leave()
         self.close()
+
+    def _whole(self) -> Any:
+        """The communicator of all ranks, which others are split from: opened with the first of them."""
+        if self._parent is None:
+            everyone = range(self.world_size)
+            self._parent = self._nccl(dist.PrefixStore("whole", self._store), "whole", "world", everyone)
+        return self._parent
 
     def _gloo(self, store: dist.Store, rank: int, size: int) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # which torch's types leave out
@@ -138,19 +162,28 @@ class ProcessGroupTransport(Transport):
         options._timeout = self._timeout
         # what torch's flight recorder and NCCL's messages call it
         options.group_name, options.global_ranks_in_group = name, list(ranks)
+        set_options(options, self.communicators, axis)
         torch.cuda.set_device(self.device)
+        if self.communicators.split and SPLIT.fullmatch(name):
+            # groups of an axis share no rank: one split of all ranks makes all of them
+            options.split_from, options.split_color = self._whole(), ranks[0]
         process_group = dist.ProcessGroupNCCL(store, ranks.index(self.global_rank), len(ranks), options)
         process_group.eager_connect_single_device(self.device)
         return process_group
 
 
 class ProcessGroup(Group):
-    """A group over one torch process group (none for a single member)."""
+    """A group over one torch process group (none for a single member): a new one, or one that the user brings."""
 
-    def __init__(self, transport: ProcessGroupTransport, name: str, axis: str, ranks: Sequence[int]):
+    def __init__(
+        self, transport: ProcessGroupTransport, name: str, axis: str, ranks: Sequence[int], brought: Any = None
+    ):
         super().__init__(name, axis, ranks, transport.global_rank, transport.recorder)
         self._device = transport.device
-        self._process_group: Any = transport.connect(name, axis, self.ranks) if self.size > 1 else None
+        self._is_brought = brought is not None
+        self._process_group = brought
+        if self.size > 1 and not self._is_brought:
+            self._process_group = transport.connect(name, axis, self.ranks)
 
     def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
         dtype = parts[0].dtype
@@ -212,7 +245,8 @@ class ProcessGroup(Group):
 
     def _end(self) -> None:
         process_group, self._process_group = self._process_group, None
-        _shut_down(process_group)
+        if not self._is_brought:
+            _shut_down(process_group)
 
 
 class ProcessGroupChannel(Channel):

@@ -91,8 +91,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """What a rank gave to communicators, in the order of its log. `given_up` are calls whose peers did not come, and
-    `told` what the rank itself found."""
+    """What a rank gave to communicators, in the order of its log. `given_up` are calls whose peers did not come, `told` what the rank itself found, and `ended` says that it came to its end."""
 
     rank: int
     communicators: tuple[Communicator, ...]
@@ -100,6 +99,7 @@ class RankCalls:
     asked: tuple[Asked, ...] = ()
     given_up: tuple[Place, ...] = ()
     told: tuple[str, ...] = ()
+    ended: bool = True
 
 
 @dataclass
@@ -128,6 +128,7 @@ class _Reader:
         self.asked: list[Asked] = []
         self.given_up: list[Place] = []
         self.told: list[str] = []
+        self.ended = False
 
     def read(self, entry: Entry) -> None:
         """One line of the log."""
@@ -149,13 +150,15 @@ class _Reader:
                     known.recorded_bytes = (known.recorded_bytes or 0) + int(entry.name)
             case "given up":
                 self.given_up.append((self.by_stream[entry.stream].key, json.loads(entry.name)["number"]))
+            case "ended":
+                self.ended = True
             case "told":
                 self.told.append(entry.name)
             case _:
                 self.streams.orders(entry)
 
     def found(self) -> RankCalls:
-        for thread in list(self.open):
+        for thread in list(self.open) if self.ended else ():
             self._close(thread)
         return RankCalls(
             self.rank,
@@ -164,6 +167,7 @@ class _Reader:
             tuple(self.asked),
             tuple(self.given_up),
             tuple(self.told),
+            self.ended,
         )
 
     def _opens(self, entry: Entry) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .calls import MESSAGES, Call, Place, RankCalls
-from .order import OrderFault
+from .order import MATCHING, OrderFault, faults
 
 MULTIPROCESSORS = 132
 """Of an H100 (NVIDIA H100 white paper, SXM5), which pretended CUDA says it is."""
@@ -44,20 +44,30 @@ Edge = tuple[Call, Call]
 
 @dataclass(frozen=True)
 class AtOnce:
-    """Calls of a rank that may have to run at the same time: one of each of these communicators, and how many
-    multiprocessors they take at least and at most."""
+    """How many calls of a rank may have to run at the same time: one of each of these lines of communicators, whose
+    calls come one after the other, and how many multiprocessors they take at least and at most."""
 
     rank: int
-    communicators: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
     least_ctas: int
     most_ctas: int
 
     def __str__(self) -> str:
-        count = len(self.communicators)
+        count = len(self.lines)
+        lines = "; ".join(", ".join(line) for line in self.lines)
         return (
-            f"rank {self.rank}: {count} call{'s' * (count > 1)} at a time at most ({', '.join(self.communicators)}), "
-            f"{self.least_ctas} to {self.most_ctas} of {MULTIPROCESSORS} multiprocessors"
+            f"rank {self.rank}: {count} call{'s' * (count > 1)} at a time at most (of {lines}), "
+            f"on {self.least_ctas} to {self.most_ctas} of {MULTIPROCESSORS} multiprocessors"
         )
+
+
+def order_faults(ranks: Sequence[RankCalls]) -> list[OrderFault]:
+    """Everything that is wrong with the order of calls. Where members' calls do not match, numbers do not say which
+    meet, and nothing is said of circles."""
+    found = faults(ranks)
+    matched = not any(fault.rule in MATCHING for fault in found)
+    together = [each for each in map(at_once, ranks) if each is not None]
+    return [*found, *(circles(ranks) if matched else ()), *does_not_fit(together)]
 
 
 def circles(ranks: Sequence[RankCalls]) -> list[OrderFault]:
@@ -106,6 +116,8 @@ def _nodes(ranks: Sequence[RankCalls]) -> dict[tuple[int, Place], Node]:
 def _named(rule: str, circle: Sequence[Node], edges: dict[Node, dict[Node, Edge]]) -> OrderFault:
     """A circle in words. In the list each node comes before the one that waits for it."""
     steps = [edges[later][earlier] for earlier, later in zip(circle, circle[1:], strict=False)]
+    # a communicator's own calls come one after the other anyway
+    steps = [(earlier, call) for earlier, call in steps if earlier.communicator.key != call.communicator.key]
     words = [
         f"rank {call.rank} begins {call} on {call.communicator.key!r} after {earlier} on {earlier.communicator.key!r}"
         for earlier, call in steps
@@ -114,41 +126,41 @@ def _named(rule: str, circle: Sequence[Node], edges: dict[Node, dict[Node, Edge]
 
 
 def at_once(rank: RankCalls) -> AtOnce | None:
-    """The most communicators one of which has a call that nothing orders with a call of each of the others: no more
-    calls of the rank can run at the same time. None for a rank without calls."""
+    """The calls of a rank that nothing orders, at most: its communicators in lines in which every call comes before or
+    after each other one. None for a rank without calls."""
     by_key: defaultdict[str, list[Call]] = defaultdict(list)
     for call in rank.calls:
         by_key[call.communicator.key].append(call)
-    befores = {
-        (key, other): [_last(call, other) for call in calls] for key, calls in by_key.items() for other in by_key
-    }
-    found: tuple[str, ...] = ()
+    lines: list[list[str]] = []
     for key, calls in by_key.items():
-        for call in calls:
-            free = [
-                other
-                for other, theirs in by_key.items()
-                if other != key and _is_free(call, theirs, befores[other, key], befores[key, other][call.number])
-            ]
-            found = max(found, (key, *free), key=len)
-    if not found:
+        for line in lines:
+            if all(_are_ordered(calls, by_key[other]) for other in line):
+                line.append(key)
+                break
+        else:
+            lines.append([key])
+    if not lines:
         return None
     options = {each.key: each.options for each in rank.communicators}
-    least = sum(options[key].get("min_ctas") or LEAST_CTAS for key in found)
-    most = sum(options[key].get("max_ctas") or MOST_CTAS for key in found)
-    return AtOnce(rank.rank, tuple(sorted(found)), least, max(least, most))
+    least = sum(max(options[key].get("min_ctas") or LEAST_CTAS for key in line) for line in lines)
+    most = sum(max(options[key].get("max_ctas") or MOST_CTAS for key in line) for line in lines)
+    return AtOnce(rank.rank, tuple(map(tuple, lines)), least, max(least, most))
+
+
+def _are_ordered(ours: Sequence[Call], theirs: Sequence[Call]) -> bool:
+    """Whether each of `ours` comes before or after each of `theirs`: of theirs so many are over before one of ours, and
+    so many begin after it."""
+    their_last = [_last(call, ours[0].communicator.key) for call in theirs]  # ascending
+    return all(
+        _last(call, theirs[0].communicator.key) + 1 + len(theirs) - bisect_right(their_last, call.number - 1)
+        == len(theirs)
+        for call in ours
+    )
 
 
 def _last(call: Call, key: str) -> int:
     """The number of the last call of another communicator that is over before a call; -1 where there is none."""
     return next((number for other, number in call.after if other == key), -1)
-
-
-def _is_free(call: Call, theirs: Sequence[Call], their_last: Sequence[int], last: int) -> bool:
-    """Whether one of `theirs` is neither over before a call nor begins after it. `their_last` are, ascending, the
-    numbers of this call's communicator that each of them comes after."""
-    begin_after = len(theirs) - bisect_right(their_last, call.number - 1)
-    return last + 1 + begin_after < len(theirs)
 
 
 def does_not_fit(ranks: Iterable[AtOnce]) -> list[OrderFault]:

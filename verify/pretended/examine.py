@@ -7,18 +7,20 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ...core.base.errors import InternalError, PlanError, RankFailure
 from ...core.plan.plan import Plan
-from .calls import calls_of
-from .circles import AtOnce, at_once, circles, does_not_fit
+from .calls import RankCalls, calls_of
+from .circles import AtOnce, at_once, order_faults
 from .environment import MOST_DEVICES, environment
 from .labelled import CHANGE_VARIABLE
 from .log import read_log
-from .order import OrderFault, faults
+from .order import OrderFault
+from .order_changes import ORDER_CHANGES
 from .races import Race, races
 
 STEPS = 2
@@ -76,7 +78,8 @@ def examined(plan: Plan, *, steps: int = STEPS, change: str = "", patience_s: fl
     """
     with tempfile.TemporaryDirectory() as folder:
         devices = min(plan.world_size, MOST_DEVICES)
-        command = [sys.executable, "-c", f"from {__name__} import prove_here; prove_here({steps})"]
+        program = "run_here" if change in ORDER_CHANGES else "prove_here"
+        command = [sys.executable, "-c", f"from {__name__} import {program}; {program}({steps})"]
         variables = {CHANGE_VARIABLE: change, PATIENCE_VARIABLE: str(patience_s)}
         done = subprocess.run(
             command,
@@ -90,16 +93,24 @@ def examined(plan: Plan, *, steps: int = STEPS, change: str = "", patience_s: fl
         if done.returncode:
             raise InternalError(f"the run on pretended CUDA failed: {done.stderr[-3000:]}")
         report = json.loads(done.stdout.splitlines()[-1])
-        logs = [list(read_log(path)) for path in sorted((Path(folder) / "logs").glob("*.log"))]
-    found, calls = {}, []
-    for entries in logs:
-        if (of_rank := calls_of(entries)) is not None:
-            found[of_rank.rank] = races(entries)
-            calls.append(of_rank)
-    calls.sort(key=lambda each: each.rank)
-    together = tuple(each for each in map(at_once, calls) if each is not None)
-    order = (*faults(calls), *circles(calls), *does_not_fit(together))
-    return Examined(report["bits_different"], tuple(report["findings"]), found, order, together)
+        logs = [list(read_log(path)) for path in sorted((Path(folder) / "logs").glob("*.log"), key=_age)]
+    found: dict[int, tuple[list[Race], RankCalls]] = {}
+    for entries in logs:  # those of a second run, which a proof makes to describe what differs, come later
+        if (calls := calls_of(entries)) is not None and calls.rank not in found:
+            found[calls.rank] = races(entries), calls
+    calls_by_rank = [calls for _, (_, calls) in sorted(found.items())]
+    return Examined(
+        report["bits_different"],
+        tuple(report["findings"]),
+        {rank: of_rank for rank, (of_rank, _) in found.items()},
+        tuple(order_faults(calls_by_rank)),
+        tuple(each for each in map(at_once, calls_by_rank) if each is not None),
+    )
+
+
+def _age(log: Path) -> int:
+    """The number of the process, which ascends."""
+    return int(log.stem)
 
 
 def prove_here(steps: int) -> None:
@@ -113,7 +124,24 @@ def prove_here(steps: int) -> None:
         print(error, flush=True)
         sys.exit(BAD_PLAN)
     except RankFailure as failure:  # its log says what came before
-        print(json.dumps({"bits_different": None, "findings": [str(failure)]}), flush=True)
+        _say(None, [str(failure)])
         return
-    found = {"bits_different": proof.report.get("bits_different"), "findings": list(map(str, proof.findings))}
-    print(json.dumps(found), flush=True)
+    _say(proof.report.get("bits_different"), proof.findings)
+
+
+def run_here(steps: int) -> None:
+    """The same without a proof: the ranks alone, of a plan that is known to be right."""
+    from ..run.proof_run import ProofJob, run_ledger
+    from .labelled import labelled_steps
+
+    found = []
+    job = ProofJob(Plan.from_toml(sys.stdin.read()), steps, scenario=labelled_steps, skips_not_finite=True)
+    try:
+        run_ledger(job, "nccl")
+    except RankFailure as failure:
+        found.append(str(failure))
+    _say(None, found)
+
+
+def _say(bits_different: int | None, findings: Iterable[object]) -> None:
+    print(json.dumps({"bits_different": bits_different, "findings": list(map(str, findings))}), flush=True)

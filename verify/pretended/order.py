@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from .calls import MESSAGES, Call, RankCalls
 
 RULES = {
-    "call-differs": "the calls of a communicator's members differ in kind, format or reduction, number by number",
+    "call-differs": "the calls of a communicator's members differ in kind, format, action or layer, number by number",
     "count-differs": "they are the same call, but of other numbers of elements",
     "call-missing": "a member makes fewer calls than the others",
     "message-without-partner": "a send has no receive of its peer, or a receive no send",
@@ -23,11 +23,18 @@ RULES = {
     "other-bytes": "a communicator carries other bytes than the group's call records",
     "other-than-program": "a rank computes or sends something else in an action than `core/program` says",
     "without-action": "a call of a step belongs to no action, though the program has none outside of actions",
+    "split-differs": "ranks split communicators in another order, or into others, than they expect",
     "circle": "calls wait for each other in a circle, whatever runs at the same time (`circles`)",
     "launch-circle": "they do where the device runs one call at a time, in the order of launches (`circles`)",
     "does-not-fit": "calls that may have to run at the same time need more multiprocessors than there are (`circles`)",
 }
 """Rule -> what it finds."""
+
+MATCHING = ("call-differs", "count-differs", "call-missing", "message-without-partner")
+"""Rules about whether the calls of members match."""
+
+UNENDED = ("call-missing", "message-without-partner")
+"""What says nothing of a run that ended before its time."""
 
 PADDING_BYTES = 16
 """Of each member, at most: what fills up parts that are summed in fp32 (`Group._wide_all_reduce`)."""
@@ -48,11 +55,14 @@ class OrderFault:
 
 def faults(ranks: Sequence[RankCalls]) -> list[OrderFault]:
     """Every fault but circles, the first one of each communicator and rule: those after it follow from it."""
-    return [
+    found = [
         *_among_members(ranks),
+        *_splits(ranks),
         *_among_peers(ranks),
         *(fault for rank in ranks for fault in _of_rank(rank)),
     ]
+    whole = all(rank.ended for rank in ranks)
+    return [fault for fault in found if whole or fault.rule not in UNENDED]
 
 
 def _among_members(ranks: Sequence[RankCalls]) -> Iterator[OrderFault]:
@@ -68,11 +78,32 @@ def _among_members(ranks: Sequence[RankCalls]) -> Iterator[OrderFault]:
         yield from _compared(key, by_rank)
 
 
+def _splits(ranks: Sequence[RankCalls]) -> Iterator[OrderFault]:
+    """A split is a call of all members of the communicator that is split, and those of one colour get one together."""
+    by_rank = {
+        rank.rank: [each for each in rank.communicators if each.options.get("split_from")] for rank in ranks
+    }
+    for number in range(max(map(len, by_rank.values()), default=0)):
+        short = tuple(rank for rank, splits in by_rank.items() if len(splits) <= number)
+        if short:
+            other = next(splits[number] for splits in by_rank.values() if len(splits) > number)
+            yield OrderFault("split-differs", short, f"split {number}: none here, {other.key!r} elsewhere")
+            return
+        by_color: defaultdict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
+        for rank, splits in by_rank.items():
+            by_color[splits[number].options["split_color"]][rank] = splits[number].ranks
+        for came in by_color.values():
+            if odd := tuple(rank for rank, expected in came.items() if sorted(came) != sorted(expected)):
+                names = ", ".join(sorted({by_rank[rank][number].key for rank in came}))
+                yield OrderFault("split-differs", odd, f"split {number} ({names}): ranks {sorted(came)} come together")
+                return
+
+
 def _compared(key: str, by_rank: dict[int, list[Call]]) -> Iterator[OrderFault]:
     least, most = (choose(map(len, by_rank.values())) for choose in (min, max))
     for number in range(least):
         calls = {rank: calls[number] for rank, calls in by_rank.items()}
-        if odd := _odd(calls, lambda call: (call.op, call.dtype, call.reduction)):
+        if odd := _odd(calls, lambda call: (call.op, call.dtype, call.reduction, _work(call))):
             yield OrderFault("call-differs", odd, _said(key, number, calls))
             return
         if odd := _other_counts(calls):
@@ -82,6 +113,11 @@ def _compared(key: str, by_rank: dict[int, list[Call]]) -> Iterator[OrderFault]:
         short = tuple(sorted(rank for rank, calls in by_rank.items() if len(calls) < most))
         other = next(calls for calls in by_rank.values() if len(calls) == most)
         yield OrderFault("call-missing", short, f"communicator {key!r}, call {least}: no {other[least]}")
+
+
+def _work(call: Call) -> str:
+    """What a call is for, on whatever stage: STEP is called after the first of its rank."""
+    return call.label.lstrip("0123456789")
 
 
 def _odd(calls: dict[int, Call], what) -> tuple[int, ...]:  # type: ignore[no-untyped-def]

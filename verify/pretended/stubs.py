@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import threading
@@ -85,10 +84,10 @@ def _device(torch: Any, device: Any) -> Any:
 
 class Work:
     """A collective that goes on: to wait for it is a matter of streams, of which the host waits for none. Values are
-    there when the call returns, unless peers have not come in `PATIENCE_S`: then the host goes on without them, as
+    there when the call returns, unless peers have not come in `patience_s`: then the host goes on with zeros, as
     NCCL's would at once, so that the log shows what it would have given to streams next."""
 
-    def __init__(self, end: Any, carried: Any, held: Sequence[Any], finish: Callable[[], None], given_up: Any):
+    def __init__(self, end: Any, carried: Any, held: Sequence[Any], finish: Callable[[], None], given_up: Callable[[], None]):
         self._end, self._carried, self._held, self._finish = end, carried, held, finish
         self._given_up = given_up
 
@@ -152,6 +151,8 @@ class ProcessGroupNCCL:
             self.group_name = ""
             self.global_ranks_in_group: list[int] = []
             self.config = NCCLConfig()
+            self.split_from: Any = None
+            self.split_color = 0
 
     def __init__(self, store: Any, rank: int, size: int, options: Any):
         import torch
@@ -168,6 +169,8 @@ class ProcessGroupNCCL:
             "name": options.group_name,
             "ranks": options.global_ranks_in_group or list(range(size)),
             "high_priority": options.is_high_priority_stream,
+            "split_from": None if options.split_from is None else options.split_from.options.group_name,
+            "split_color": options.split_color,
             **vars(options.config),
         }
         self._note("communicator", opened)
@@ -244,8 +247,13 @@ class ProcessGroupNCCL:
             for target, values in zip(writes, arrived, strict=True):
                 _bytes(target).copy_(values.view(torch.uint8))
 
-        given_up = functools.partial(self._note, "given up", {"number": self._number})
-        self._number += 1
+        number, self._number = self._number, self._number + 1
+
+        def given_up() -> None:
+            self._note("given up", {"number": number})
+            for target in writes:
+                _bytes(target).zero_()
+
         return Work(self._stream.record_event(), carried, (*reads, *writes), finish, given_up)
 
 
