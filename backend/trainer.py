@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -132,9 +132,9 @@ class Trainer:
     checkpoint in the plan's `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from
     the start. `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the
     numbers of a rank. `groups` are process groups of torch by axis that this process, a rank in which torch.distributed
-    is initialised, is a member of: they are used in place of new ones. Raises `PlanError` at once for a plan that the backend does not run, whose model is not one of
-    bytes, that loads or saves what Hugging Face files do not hold, or that does not go on from what its
-    `checkpoint.folder` holds."""
+    is initialised, is a member of: they are used in place of new ones. Raises `PlanError` at once for a plan that the
+    backend does not run, whose model is not one of bytes, that loads or saves what Hugging Face files do not hold, or
+    that does not go on from what its `checkpoint.folder` holds."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Trainer:
         groups: Mapping[str, dist.ProcessGroup] | None = None,
     ):
         if groups is not None:
-            _check_groups(plan)
+            _check_groups(plan, groups)
         if problems := [*unsupported(plan), *no_bytes(plan)]:
             raise PlanError(problems)
         self.resumption = resumption(plan, resume=resume)
@@ -240,7 +240,7 @@ class Trainer:
         )
 
 
-def _check_groups(plan: AnyPlan) -> None:
+def _check_groups(plan: AnyPlan, axes: Iterable[str]) -> None:
     """Raises `PlanError` where groups cannot be used."""
     import torch.distributed as dist
 
@@ -251,6 +251,8 @@ def _check_groups(plan: AnyPlan) -> None:
             "groups are given, but torch.distributed is not initialised in this process, so it is no rank. Call "
             "init_process_group first, or leave groups out."
         )
+    if not plan.model.is_moe and (unused := sorted({"ep", "etp", "edp"}.intersection(axes))):
+        raise PlanError(f"groups: {unused[0]} joins ranks of experts, which the model has not. Leave it out.")
 
 
 def _check_picklable(job: TrainJob) -> None:

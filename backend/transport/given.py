@@ -25,13 +25,14 @@ class GivenGroups:
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], store: dist.Store, global_rank: int, world_size: int):
         self._groups, self._store = dict(groups), dist.PrefixStore("given", store)
         self._rank, self._world_size = global_rank, world_size
+        mine = ", ".join(sorted(groups))
+        all_axes = self._said_by_all("axes", mine)  # first: who fails alone could come again before others have come
         if unknown := [axis for axis in groups if axis not in AXES]:
             raise PlanError(
                 f"groups: no group can be given for {unknown[0]!r}{did_you_mean(unknown[0], AXES)} "
                 f"Known: {', '.join(AXES)}."
             )
-        mine = ", ".join(sorted(groups))
-        for rank, theirs in enumerate(self._told("axes", mine)):
+        for rank, theirs in enumerate(all_axes):
             if theirs != mine:
                 raise PlanError(
                     f"groups: rank {rank} gives those of {theirs or 'no axis'}, rank {global_rank} those of "
@@ -44,7 +45,7 @@ class GivenGroups:
         if axis not in self._groups:
             return None
         group = self._groups[axis]
-        for complaint in self._told(axis, self._complaint(axis, group, tuple(ranks), device)):
+        for complaint in self._said_by_all(axis, self._complaint(axis, group, tuple(ranks), device)):
             if complaint:
                 raise PlanError(complaint)
         return group._get_backend(device)
@@ -66,7 +67,7 @@ class GivenGroups:
             )
         return ""
 
-    def _told(self, about: str, mine: str) -> list[str]:
+    def _said_by_all(self, about: str, mine: str) -> list[str]:
         """What every rank says, by rank."""
         self._store.set(f"{about}/{self._rank}", mine)
         return [self._store.get(f"{about}/{rank}").decode() for rank in range(self._world_size)]

@@ -21,8 +21,14 @@ def plan_axis(axis: str) -> str:
 
 
 def set_options(options: Any, communicators: Communicators, axis: str) -> None:
-    """Sets in torch's `options` what is given for the communicators of an axis."""
-    axis = plan_axis(axis)
+    """Sets in torch's `options` what is given for the communicators of an axis, by the names of `ncclConfig_t`."""
+    axis, config = plan_axis(axis), options.config
     options.is_high_priority_stream = axis in communicators.high_priority
-    for name, value in communicators.of_axis(axis).items():
-        setattr(options.config, name, value)
+    if (number := communicators.min_ctas.get(axis)) is not None:
+        config.min_ctas = int(number)
+    if (number := communicators.max_ctas.get(axis)) is not None:
+        config.max_ctas = int(number)
+    if (number := communicators.cga_cluster_size.get(axis)) is not None:
+        config.cga_cluster_size = int(number)
+    if communicators.network is not None:
+        config.net_name = communicators.network

@@ -161,7 +161,8 @@ class ProcessGroupTransport(Transport):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         # what torch's flight recorder and NCCL's messages call it
-        options.group_name, options.global_ranks_in_group = name, list(ranks)
+        options.group_name = name  # type: ignore[assignment]  # torch 2.13 has a name for such texts, 2.11 none
+        options.global_ranks_in_group = list(ranks)
         set_options(options, self.communicators, axis)
         torch.cuda.set_device(self.device)
         if self.communicators.split and SPLIT.fullmatch(name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..base.bounds import Bound
 from ..base.option import Bounded, noun, option
@@ -71,9 +70,3 @@ class Communicators(Bounded, section="communicators"):
         "and the communicators of several modules are opened anew.",
         read_by="backend.transport.process_group",
     )
-
-    def of_axis(self, axis: str) -> dict[str, Any]:
-        """The numbers of `ncclConfig_t` that are given for the communicators of an axis, by their names in torch."""
-        tables = {name: getattr(self, name) for name in ("min_ctas", "max_ctas", "cga_cluster_size")}
-        found: dict[str, Any] = {name: int(table[axis]) for name, table in tables.items() if axis in table}
-        return found if self.network is None else {**found, "net_name": self.network}

@@ -91,14 +91,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """What a rank gave to communicators, in the order of its log. `given_up` are calls whose peers did not come, `told` what the rank itself found, and `ended` says that it came to its end."""
+    """What a rank gave to communicators, in the order of its log. `given_up` are calls whose peers did not come,
+    `noticed` what the rank itself found, and `ended` says that it came to its end."""
 
     rank: int
     communicators: tuple[Communicator, ...]
     calls: tuple[Call, ...]
     asked: tuple[Asked, ...] = ()
     given_up: tuple[Place, ...] = ()
-    told: tuple[str, ...] = ()
+    noticed: tuple[str, ...] = ()
     ended: bool = True
 
 
@@ -127,7 +128,7 @@ class _Reader:
         self.open: dict[int, _Open] = {}
         self.asked: list[Asked] = []
         self.given_up: list[Place] = []
-        self.told: list[str] = []
+        self.noticed: list[str] = []
         self.ended = False
 
     def read(self, entry: Entry) -> None:
@@ -152,8 +153,8 @@ class _Reader:
                 self.given_up.append((self.by_stream[entry.stream].key, json.loads(entry.name)["number"]))
             case "ended":
                 self.ended = True
-            case "told":
-                self.told.append(entry.name)
+            case "noticed":
+                self.noticed.append(entry.name)
             case _:
                 self.streams.orders(entry)
 
@@ -166,7 +167,7 @@ class _Reader:
             tuple(self.calls),
             tuple(self.asked),
             tuple(self.given_up),
-            tuple(self.told),
+            tuple(self.noticed),
             self.ended,
         )
 

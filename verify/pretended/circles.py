@@ -24,6 +24,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .calls import MESSAGES, Call, Place, RankCalls
 from .order import MATCHING, OrderFault, faults
@@ -115,7 +116,7 @@ def _nodes(ranks: Sequence[RankCalls]) -> dict[tuple[int, Place], Node]:
 
 def _named(rule: str, circle: Sequence[Node], edges: dict[Node, dict[Node, Edge]]) -> OrderFault:
     """A circle in words. In the list each node comes before the one that waits for it."""
-    steps = [edges[later][earlier] for earlier, later in zip(circle, circle[1:], strict=False)]
+    steps = [edges[later][earlier] for earlier, later in pairwise(circle)]
     # a communicator's own calls come one after the other anyway
     steps = [(earlier, call) for earlier, call in steps if earlier.communicator.key != call.communicator.key]
     words = [

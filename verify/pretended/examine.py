@@ -25,6 +25,8 @@ from .races import Race, races
 
 STEPS = 2
 PATIENCE_S = 60.0
+STALL_S = 120.0
+"""How long ranks with a change may come no further."""
 PATIENCE_VARIABLE = "SHARDPROOF_PRETENDED_PATIENCE_S"
 BAD_PLAN = 2
 """Exit code of the process that proves, where the plan is at fault."""
@@ -32,14 +34,16 @@ BAD_PLAN = 2
 
 @dataclass(frozen=True)
 class Examined:
-    """What was found: bits that differ (None where the proof came to no run), what the proof says besides, the races of
-    each rank, and faults in the order of calls. `at_once` are the calls of each rank that may have to run together."""
+    """What was found: bits that differ (None where the proof came to no run), what the proof says besides, races of
+    each rank, and faults in the order of calls. `at_once` are the calls of each rank that may have to run together,
+    `calls` all."""
 
     bits_different: int | None
     findings: tuple[str, ...]
     races: dict[int, list[Race]]
     order: tuple[OrderFault, ...] = ()
     at_once: tuple[AtOnce, ...] = ()
+    calls: tuple[RankCalls, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -105,6 +109,7 @@ def examined(plan: Plan, *, steps: int = STEPS, change: str = "", patience_s: fl
         {rank: of_rank for rank, (of_rank, _) in found.items()},
         tuple(order_faults(calls_by_rank)),
         tuple(each for each in map(at_once, calls_by_rank) if each is not None),
+        tuple(calls_by_rank),
     )
 
 
@@ -135,7 +140,9 @@ def run_here(steps: int) -> None:
     from .labelled import labelled_steps
 
     found = []
-    job = ProofJob(Plan.from_toml(sys.stdin.read()), steps, scenario=labelled_steps, skips_not_finite=True)
+    job = ProofJob(
+        Plan.from_toml(sys.stdin.read()), steps, scenario=labelled_steps, skips_not_finite=True, stall_s=STALL_S
+    )
     try:
         run_ledger(job, "nccl")
     except RankFailure as failure:

@@ -109,7 +109,7 @@ def _say_groups() -> None:
         note("asked", group.name)
         begin(group)
 
-    Group._begin_call = said  # type: ignore[method-assign]
+    setattr(Group, "_begin_call", said)  # noqa: B010 - a method, for this process
 
 
 def _leave_out_evaluations(recorder: Recorder) -> None:
@@ -123,23 +123,25 @@ def _leave_out_evaluations(recorder: Recorder) -> None:
         finally:
             recorder.enabled = True
 
-    TrainingRank.evaluate = unrecorded  # type: ignore[method-assign]
+    setattr(TrainingRank, "evaluate", unrecorded)  # noqa: B010 - a method, for this process
 
 
 def _say_differences(plan: Plan, steps: int, global_rank: int, recorder: Recorder) -> None:
     dp_rank = plan.layout.coordinates(global_rank)["dp"]
     schedule = lower(schedule_for(plan, plan.microbatches_of(dp_rank)))
     step = step_of_rank(plan, schedule, global_rank)
-    expected = {action: _told(Counter({each: steps * count for each, count in of.items()})) for action, of in step.items()}
-    recorded = {action: _told(of) for action, of in recorded_by_action(recorder.events).items()}
+    expected = {
+        action: _foreseen(Counter({each: steps * count for each, count in of.items()})) for action, of in step.items()
+    }
+    recorded = {action: _foreseen(of) for action, of in recorded_by_action(recorder.events).items()}
     for action, (missing, more) in differences(expected, recorded).items():
         rule = "other-than-program" if action is not None else "without-action"
         words = [f"{len(missing)} missing ({missing[0]})"] if missing else []
         words += [f"{len(more)} not in the program ({more[0]})"] if more else []
-        note("told", f"{rule}: {action or 'outside of actions'}: {', '.join(words)}")
+        note("noticed", f"{rule}: {action or 'outside of actions'}: {', '.join(words)}")
 
 
-def _told(operations: Counter[Operation]) -> Counter[Operation]:
+def _foreseen(operations: Counter[Operation]) -> Counter[Operation]:
     """What the program can tell without the tokens: of experts that calls are made, not how many tokens they move and
     how many rows are multiplied."""
     found: Counter[Operation] = Counter()

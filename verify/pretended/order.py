@@ -9,7 +9,7 @@ peer, in the order of the messages between these two.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .calls import MESSAGES, Call, RankCalls
@@ -80,9 +80,7 @@ def _among_members(ranks: Sequence[RankCalls]) -> Iterator[OrderFault]:
 
 def _splits(ranks: Sequence[RankCalls]) -> Iterator[OrderFault]:
     """A split is a call of all members of the communicator that is split, and those of one colour get one together."""
-    by_rank = {
-        rank.rank: [each for each in rank.communicators if each.options.get("split_from")] for rank in ranks
-    }
+    by_rank = {rank.rank: [each for each in rank.communicators if each.options.get("split_from")] for rank in ranks}
     for number in range(max(map(len, by_rank.values()), default=0)):
         short = tuple(rank for rank, splits in by_rank.items() if len(splits) <= number)
         if short:
@@ -120,7 +118,7 @@ def _work(call: Call) -> str:
     return call.label.lstrip("0123456789")
 
 
-def _odd(calls: dict[int, Call], what) -> tuple[int, ...]:  # type: ignore[no-untyped-def]
+def _odd(calls: dict[int, Call], what: Callable[[Call], object]) -> tuple[int, ...]:
     """The ranks that are not with the most; all where there is no majority."""
     counts = Counter(map(what, calls.values()))
     if len(counts) == 1:
@@ -191,15 +189,18 @@ def _of_rank(rank: RankCalls) -> Iterator[OrderFault]:
     )
     yield from (OrderFault("wrong-communicator", (rank.rank,), said) for said in wrong)
     other = _firsts(
-        (asked.group, f"group {asked.group!r} records {asked.recorded_bytes} bytes, {carried} are sent in {asked.label}")
+        (
+            asked.group,
+            f"group {asked.group!r} records {asked.recorded_bytes} bytes, {carried} are sent in {asked.label}",
+        )
         for asked in rank.asked
         if asked.recorded_bytes is not None
         for carried in [sum(call.sent_bytes for call in asked.calls)]
         if not 0 <= carried - asked.recorded_bytes <= _padding(asked.calls)
     )
     yield from (OrderFault("other-bytes", (rank.rank,), said) for said in other)
-    for told in rank.told:
-        rule, _, what = told.partition(": ")
+    for notice in rank.noticed:
+        rule, _, what = notice.partition(": ")
         yield OrderFault(rule, (rank.rank,), what)
 
 

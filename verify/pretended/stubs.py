@@ -23,6 +23,9 @@ patience_s = float(os.environ.get("SHARDPROOF_PRETENDED_PATIENCE_S", "60"))
 
 AFTERWARDS_S = 0.2
 
+unfinished: list[Any] = []
+"""What carries calls that were given up: it would not end before they do, so it is kept."""
+
 MEMORY_BYTES = 80 << 30
 CAPABILITY = (9, 0)
 
@@ -87,7 +90,9 @@ class Work:
     there when the call returns, unless peers have not come in `patience_s`: then the host goes on with zeros, as
     NCCL's would at once, so that the log shows what it would have given to streams next."""
 
-    def __init__(self, end: Any, carried: Any, held: Sequence[Any], finish: Callable[[], None], given_up: Callable[[], None]):
+    def __init__(
+        self, end: Any, carried: Any, held: Sequence[Any], finish: Callable[[], None], given_up: Callable[[], None]
+    ):
         self._end, self._carried, self._held, self._finish = end, carried, held, finish
         self._given_up = given_up
 
@@ -251,6 +256,7 @@ class ProcessGroupNCCL:
 
         def given_up() -> None:
             self._note("given up", {"number": number})
+            unfinished.append(self._gloo)
             for target in writes:
                 _bytes(target).zero_()
 

@@ -14,6 +14,7 @@ from shardproof.core.plan.plan import Plan
 from shardproof.verify.pretended.changes import CHANGES, PLANS
 from shardproof.verify.pretended.environment import environment
 from shardproof.verify.pretended.examine import examined
+from shardproof.verify.pretended.order_changes import ORDER_CHANGES
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None,
@@ -60,10 +61,45 @@ def test_a_process_without_the_environment_has_no_cuda() -> None:
     assert not torch.cuda.is_available() or torch.version.cuda is not None
 
 
-@pytest.mark.parametrize("plan", ["tp2-pp2", pytest.param("dp2-zero1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["tp2-pp2", "dp2-zero1"])
 def test_a_step_has_the_bits_of_one_device_and_no_race(plan: str) -> None:
     found = examined(Plan.from_toml(PLANS[plan]))
     assert found.ok and found.races, found.text()
+    assert all(rank.ended and rank.calls and rank.asked for rank in found.calls)
+
+
+OPTIONS = """
+[communicators]
+min_ctas = { tp = 2 }
+max_ctas = { tp = 16, pp = 4 }
+cga_cluster_size = { tp = 2 }
+high_priority = ["pp"]
+network = "Socket"
+split = true
+"""
+
+
+def test_options_arrive_at_the_communicators_of_their_axes_and_change_no_bits() -> None:
+    found = examined(Plan.from_toml(PLANS["tp2-pp2"] + OPTIONS))
+    assert found.ok, found.text()
+    opened = {each.key: each for each in found.calls[2].communicators}
+    assert list(opened) == ["whole", "tp/2", "tp-gradients/2", "model/0", "embedding/0", "B/2-0", "F/0-2"]
+    plain = {"min_ctas": None, "max_ctas": None, "cga_cluster_size": None, "high_priority": False, "split_from": None}
+    for key, given in {
+        "whole": {},
+        "tp/2": {"min_ctas": 2, "max_ctas": 16, "cga_cluster_size": 2, "split_from": "whole"},
+        "tp-gradients/2": {"min_ctas": 2, "max_ctas": 16, "cga_cluster_size": 2, "split_from": "whole"},
+        "model/0": {"split_from": "whole"},
+        "embedding/0": {},
+        "F/0-2": {"max_ctas": 4, "high_priority": True},
+    }.items():
+        options = opened[key].options
+        assert {name: options[name] for name in plain} == {**plain, **given}, key
+        assert options["net_name"] == "Socket"
+    assert opened["tp/2"].ranks == (2, 3) and opened["tp/2"].options["split_color"] == 2
+    # the compute lane's calls come one after the other, and one message of each direction beside them
+    assert [(len(each.lines), each.least_ctas, each.most_ctas) for each in found.at_once] == [(3, 4, 40)] * 4
 
 
 @pytest.mark.full
@@ -82,6 +118,16 @@ def test_what_is_made_wrong_is_found(change) -> None:
     found = examined(Plan.from_toml(PLANS[change.plan]), change=change.what)
     assert found.bits_different == 0  # what a device may do later is done at once here
     assert change.rule in {race.rule for of_rank in found.races.values() for race in of_rank}
+    assert not found.order
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ORDER_CHANGES)
+def test_calls_in_another_order_are_found_with_their_rank_and_action(what: str) -> None:
+    change = ORDER_CHANGES[what]
+    found = examined(Plan.from_toml(PLANS[change.plan]), change=what, patience_s=4)
+    named = [fault.what for fault in found.order if fault.rule == change.rule and change.rank in (None, *fault.ranks)]
+    assert any(change.action in said for said in named), found.text()
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
