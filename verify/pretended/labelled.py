@@ -14,6 +14,7 @@ from typing import Any
 from ...backend.base.recorder import CollectiveOp, Recorder
 from ...backend.ranks.training_rank import TrainingRank
 from ...backend.transport.base import Group, Transport
+from ...backend.transport.memory import MemoryTransport
 from ...core.plan.plan import Plan
 from ...core.plan.schedule_of import schedule_for
 from ...core.program import Collective, Operation, Product
@@ -82,7 +83,8 @@ def labelled_steps(transport: Transport, job: ProofJob) -> RankLedger:
     """The steps of `train_steps`; the log of this process begins with the number of the rank, and ends with what the
     rank computed and sent otherwise than `core.program` says."""
     recorder = LabelledRecorder(enabled=True)
-    if transport.world_size > 1:
+    is_rank = transport.world_size > 1 and not isinstance(transport, MemoryTransport)  # whose ranks share one log
+    if is_rank:
         transport.recorder = recorder
         note("rank", str(transport.global_rank))
         _say_groups()
@@ -93,9 +95,10 @@ def labelled_steps(transport: Transport, job: ProofJob) -> RankLedger:
             changed(name, transport.global_rank)()
     try:
         ledger = train_steps(transport, job)
-        if transport.world_size > 1 and isinstance(job.plan, Plan) and not job.plan.runtime.trim_padding:
+        if is_rank and isinstance(job.plan, Plan) and not job.plan.runtime.trim_padding:
             _say_differences(job.plan, job.steps, transport.global_rank, recorder)
-        note("ended", "")
+        if is_rank:
+            note("ended", "")
         return ledger
     finally:
         pretended().pretended_flush()

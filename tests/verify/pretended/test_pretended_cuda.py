@@ -14,7 +14,9 @@ from shardproof.core.plan.plan import Plan
 from shardproof.verify.pretended.changes import CHANGES, PLANS
 from shardproof.verify.pretended.environment import environment
 from shardproof.verify.pretended.examine import examined
+from shardproof.verify.pretended.log import read_log
 from shardproof.verify.pretended.order_changes import ORDER_CHANGES
+from shardproof.verify.pretended.races import races
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None,
@@ -128,6 +130,42 @@ def test_calls_in_another_order_are_found_with_their_rank_and_action(what: str) 
     found = examined(Plan.from_toml(PLANS[change.plan]), change=what, patience_s=4)
     named = [fault.what for fault in found.order if fault.rule == change.rule and change.rank in (None, *fault.ranks)]
     assert any(change.action in said for said in named), found.text()
+
+
+THREADS = """
+import torch
+from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.verify.pretended.labelled import pretended
+
+def job(transport, _):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        group = transport.group("both", "tp", (0, 1))
+        mine = torch.arange(4.0, device="cuda:0") + 4 * transport.global_rank
+        found = torch.cat([*group.all_gather(mine), *group.all_to_all([mine[:1], mine[1:2]], [(1,), (1,)])])
+        found = torch.cat([found, group.all_reduce(mine, "sum")])
+        channel = transport.channel("line", 0, 1)
+        if transport.global_rank == 0:
+            channel.send(mine)
+            mine.zero_()  # it is this rank's again
+        else:
+            found = torch.cat([found, channel.receive((4,), torch.float32)])
+        return found.tolist()
+
+first, second = run_threads(MemoryWorld(2, device="cuda:0", timeout_s=60), job, None)
+assert first == [0, 1, 2, 3, 4, 5, 6, 7, 0, 4, 4, 6, 8, 10], first
+assert second == [0, 1, 2, 3, 4, 5, 6, 7, 1, 5, 4, 6, 8, 10, 0, 1, 2, 3], second
+pretended().pretended_flush()
+"""
+
+
+def test_ranks_that_share_a_gpu_as_threads_hand_over_between_their_streams(tmp_path: Path) -> None:
+    variables = dict(environment(tmp_path, log=True))
+    done = subprocess.run([sys.executable, "-c", THREADS], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (log,) = (tmp_path / "logs").glob("*.log")
+    entries = list(read_log(log))
+    assert len({entry.stream for entry in entries if entry.kind == "op"}) >= 2
+    assert list(map(str, races(entries))) == []
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
