@@ -24,7 +24,7 @@ from .order_changes import ORDER_CHANGES
 from .races import Race, races
 
 STEPS = 2
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 STALL_S = 120.0
 """How long ranks with a change may come no further."""
 PATIENCE_VARIABLE = "SHARDPROOF_PRETENDED_PATIENCE_S"

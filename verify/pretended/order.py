@@ -24,6 +24,7 @@ RULES = {
     "other-than-program": "a rank computes or sends something else in an action than `core/program` says",
     "without-action": "a call of a step belongs to no action, though the program has none outside of actions",
     "split-differs": "ranks split communicators in another order, or into others, than they expect",
+    "given-up": "a call's peers did not come, so that the run would hang",
     "circle": "calls wait for each other in a circle, whatever runs at the same time (`circles`)",
     "launch-circle": "they do where the device runs one call at a time, in the order of launches (`circles`)",
     "does-not-fit": "calls that may have to run at the same time need more multiprocessors than there are (`circles`)",
@@ -199,6 +200,11 @@ def _of_rank(rank: RankCalls) -> Iterator[OrderFault]:
         if not 0 <= carried - asked.recorded_bytes <= _padding(asked.calls)
     )
     yield from (OrderFault("other-bytes", (rank.rank,), said) for said in other)
+    if rank.given_up:
+        calls = {call.place: call for call in rank.calls}
+        first = min(rank.given_up, key=list(calls).index)
+        said = f"communicator {first[0]!r}, call {first[1]}: {calls[first]}: its peers did not come"
+        yield OrderFault("given-up", (rank.rank,), said)
     for notice in rank.noticed:
         rule, _, what = notice.partition(": ")
         yield OrderFault(rule, (rank.rank,), what)

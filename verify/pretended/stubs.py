@@ -18,7 +18,7 @@ from typing import Any
 library: Any = None
 """The library that pretends CUDA, once this process has loaded it."""
 
-patience_s = float(os.environ.get("SHARDPROOF_PRETENDED_PATIENCE_S", "60"))
+patience_s = float(os.environ.get("SHARDPROOF_PRETENDED_PATIENCE_S", "180"))
 """How long the host waits for what peers send; less once they have not come."""
 
 AFTERWARDS_S = 0.2

@@ -125,6 +125,11 @@ CASES = {
         None,
         (),
     ),
+    "a call whose peer does not come": (
+        (RIGHT, [*RIGHT, Entry("given up", 1, 10, json.dumps({"number": 0}))]),
+        "given-up",
+        (1,),
+    ),
     "what the rank itself has found": (
         (RIGHT, [*RIGHT, Entry("noticed", 1, 0, "without-action: outside of actions: 1 too many")]),
         "without-action",

@@ -100,7 +100,7 @@ def test_options_arrive_at_the_communicators_of_their_axes_and_change_no_bits() 
         assert {name: options[name] for name in plain} == {**plain, **given}, key
         assert options["net_name"] == "Socket"
     assert opened["tp/2"].ranks == (2, 3) and opened["tp/2"].options["split_color"] == 2
-    # the compute lane's calls come one after the other, and one message of each direction beside them
+    # the compute lane's calls come one after the other, and messages of each direction at the same time
     assert [(len(each.lines), each.least_ctas, each.most_ctas) for each in found.at_once] == [(3, 4, 40)] * 4
 
 
