@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.base.errors import DivergedError, PlanError, RankFailure, ShardproofError
 from ..core.base.terminal import say
-from ..core.plan.plan import AnyPlan, only_model
+from ..core.plan.plan import AnyPlan, Plan, only_model
 from ..core.schedule.timeline import MemorySample, Span, Timeline
 from .base.libraries import libraries_of
 from .base.measured_peak import MeasuredPeak
@@ -27,6 +27,8 @@ from .unsupported import unsupported
 from .watch.rank_messages import TransportName
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from .base.observe import Observer
     from .base.step_result import StepResult
     from .model.block import BlockFactory
@@ -129,9 +131,10 @@ class Trainer:
     empty folder, seen by all ranks, for the trained weights and their `config.json`. `resume` goes on from the newest
     checkpoint in the plan's `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from
     the start. `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the
-    numbers of a rank. Raises `PlanError` at once for a plan that the backend does not run, whose model is not one of
-    bytes, that loads or saves what Hugging Face files do not hold, or that does not go on from what its
-    `checkpoint.folder` holds."""
+    numbers of a rank. `groups` are process groups of torch by axis that this process, a rank in which torch.distributed
+    is initialised, is a member of: they are used in place of new ones. Raises `PlanError` at once for a plan that the
+    backend does not run, whose model is not one of bytes, that loads or saves what Hugging Face files do not hold, or
+    that does not go on from what its `checkpoint.folder` holds."""
 
     def __init__(
         self,
@@ -144,7 +147,10 @@ class Trainer:
         save_huggingface: str | None = None,
         resume: bool = False,
         observer: Callable[[int], Observer | None] | None = None,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
     ):
+        if groups is not None:
+            _check_groups(plan, groups)
         if problems := [*unsupported(plan), *no_bytes(plan)]:
             raise PlanError(problems)
         self.resumption = resumption(plan, resume=resume)
@@ -153,6 +159,7 @@ class Trainer:
         if save_huggingface is not None:
             check_save(only_model(plan, "save_huggingface"), save_huggingface)
         self.plan = plan
+        self.groups = groups
         self.transport = transport or usual_transport(plan)
         path = None if self.resumption is None else str(self.resumption.saved.path)
         self._job = TrainJob(
@@ -164,7 +171,7 @@ class Trainer:
         names the rank when one ends before its work is done."""
         if warning := check_memory(self.plan, self.transport):
             say(f"warning: {warning}", sys.stderr)
-        if under_torchrun():
+        if self.groups is not None or under_torchrun():
             return self._fit_as_rank()
         _check_picklable(self._job)
         if self.transport == "nccl":
@@ -196,7 +203,9 @@ class Trainer:
             )
         from .transport.base import TransportError
 
-        with torchrun_transport(backend=self.transport, timeout_s=self.plan.train.timeout_s) as transport:
+        with torchrun_transport(
+            backend=self.transport, timeout_s=self.plan.train.timeout_s, groups=self.groups
+        ) as transport:
             if transport.world_size != (expected := self.plan.world_size):
                 raise PlanError(
                     f"torchrun started {transport.world_size} ranks, but the layout tp*pp*dp has {expected}. "
@@ -231,6 +240,21 @@ class Trainer:
         )
 
 
+def _check_groups(plan: AnyPlan, axes: Iterable[str]) -> None:
+    """Raises `PlanError` where groups cannot be used."""
+    import torch.distributed as dist
+
+    if not isinstance(plan, Plan):
+        raise PlanError("groups are those of one model's layout, and this plan has several modules. Leave groups out.")
+    if not dist.is_initialized():
+        raise PlanError(
+            "groups are given, but torch.distributed is not initialised in this process, so it is no rank. Call "
+            "init_process_group first, or leave groups out."
+        )
+    if not plan.model.is_moe and (unused := sorted({"ep", "etp", "edp"}.intersection(axes))):
+        raise PlanError(f"groups: {unused[0]} joins ranks of experts, which the model has not. Leave it out.")
+
+
 def _check_picklable(job: TrainJob) -> None:
     """Raises `TypeError` for a model or callback that cannot be sent to the ranks."""
     for name, value in (("model", job.model), ("on_step", job.on_step), ("observer", job.observer)):
@@ -262,6 +286,7 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
     """The whole run on one rank: the job for `launch.run_ranks`."""
     import torch
 
+    transport.communicators = job.plan.communicators
     if transport.device.type == "cuda":  # before the observer is made, which records where the rank runs
         torch.cuda.set_device(transport.device)
     observer = job.observer(transport.global_rank) if job.observer is not None else None

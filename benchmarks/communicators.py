@@ -41,9 +41,9 @@ Opening = tuple[str, tuple[int, ...]]
 class FakeTransport(ProcessGroupTransport):
     """The real transport, but for the library behind it."""
 
-    def connect(self, name: str, rank: int, size: int) -> Any:
+    def connect(self, name: str, axis: str, ranks: Sequence[int]) -> Any:
         """A process group that talks to nobody."""
-        return FakeProcessGroup._create_internal(rank, size)
+        return FakeProcessGroup._create_internal(ranks.index(self.global_rank), len(ranks))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import functools
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -29,14 +30,18 @@ def under_torchrun() -> bool:
 
 
 def torchrun_transport(
-    device: str | None = None, backend: Literal["shm", "gloo", "nccl"] = "shm", timeout_s: float | None = None
+    device: str | None = None,
+    backend: Literal["shm", "gloo", "nccl"] = "shm",
+    timeout_s: float | None = None,
+    groups: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Transport:
     """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless
     `device` says otherwise.
 
     A call fails when its peers have not come for `timeout_s`. The ranks of one machine share a board, which shows what
     each was doing then. A process may make several, one after the other, if all ranks do. Where all ranks are on one
-    machine they listen on loopback, unless the environment names interfaces.
+    machine they listen on loopback, unless the environment names interfaces. `groups` by axis are used in place of new
+    ones (`given`); ranks then meet in the store of torch's default group, which the user has made.
 
     Keys carry torchrun's restart count: a restarted worker would otherwise read the addresses that the
     workers before it left behind.
@@ -45,31 +50,41 @@ def torchrun_transport(
     import torch.distributed as dist
 
     from ..transport.base import DEFAULT_TIMEOUT_S
+    from ..transport.given import GivenGroups
     from ..transport.process_group import ProcessGroupTransport, own_part
 
     torch.set_num_threads(1)
     if is_one_host(os.environ):
         for name, interface in loopback_variables().items():
             os.environ.setdefault(name, interface)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    shared = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_master)
+    if groups is None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        shared = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_master)
+    else:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        shared = dist.distributed_c10d._get_default_store()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = own_part(dist.PrefixStore(f"shardproof/{attempt}", shared), world_size)
     timeout_s, board = timeout_s or DEFAULT_TIMEOUT_S, _shared_board(store, world_size)
+    given = None if groups is None else GivenGroups(groups, store, rank, world_size)
+    transport: ProcessGroupTransport
     if backend == "shm":
         from ..transport.symmetric.shared_memory import SharedMemoryTransport
 
-        return SharedMemoryTransport(store, rank, world_size, timeout_s=timeout_s, board=board)
-    return ProcessGroupTransport(
-        store,
-        rank,
-        world_size,
-        backend=backend,
-        device=device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}"),
-        timeout_s=timeout_s,
-        board=board,
-    )
+        transport = SharedMemoryTransport(store, rank, world_size, timeout_s=timeout_s, board=board)
+    else:
+        transport = ProcessGroupTransport(
+            store,
+            rank,
+            world_size,
+            backend=backend,
+            device=device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}"),
+            timeout_s=timeout_s,
+            board=board,
+        )
+    transport.given = given
+    return transport
 
 
 @functools.cache

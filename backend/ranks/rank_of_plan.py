@@ -25,6 +25,7 @@ def training_rank(
     numerics: Numerics | None = None,
 ) -> TrainingRank:
     """This rank of a plan, of one model or of several. Arguments are those of `TrainingRank`."""
+    transport.communicators = plan.communicators
     if isinstance(plan, Plan):
         return TrainingRank(transport, plan, model=model, observer=observer, numerics=numerics)
     part = plan.part_of(transport.global_rank)

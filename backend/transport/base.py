@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ...core.base.errors import ShardproofError
 from ...core.base.reduction import cut
+from ...core.plan.communicators import Communicators
 from ..base.recorder import Recorder
 from ..watch.watch import Board, RankWatch
 
@@ -367,12 +368,14 @@ class Transport(ABC):
         self.device = device
         self.recorder = recorder or Recorder()
         self.watch = RankWatch(global_rank, board)
+        self.communicators = Communicators()
+        """How NCCL opens what is opened from now on."""
         self._opened: dict[str, Group | Channel] = {}
 
     def group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
         """A new communicator over `ranks`, in that order. `axis` is what the recorder calls it."""
         self._check_name(name, ranks)
-        opened = self._opened[name] = self._group(name, axis, ranks)
+        opened = self._opened[name] = self._brought(name, axis, ranks) or self._group(name, axis, ranks)
         return opened
 
     def channel(self, name: str, source: int, destination: int) -> Channel:
@@ -395,6 +398,10 @@ class Transport(ABC):
         """Ends all groups and channels, the last one first. Calling it again does nothing."""
         for opened in reversed(self.opened):
             opened.release()
+
+    def _brought(self, name: str, axis: str, ranks: Sequence[int]) -> Group | None:
+        """A group that the user brings, in place of a new one."""
+        return None
 
     @abstractmethod
     def _group(self, name: str, axis: str, ranks: Sequence[int]) -> Group: ...

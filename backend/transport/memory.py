@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...core.base.errors import RankFailure
 from ..base.recorder import Recorder
+from ..base.streams import Moment, now, take_over, used_here, wait_for
 from ..watch.watch import Board, RankWatch
 from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, contiguous_copy
 
@@ -119,7 +120,10 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.tensors: deque[Tensor] = deque()
+        self.tensors: deque[tuple[Tensor, Moment]] = deque()
+        """Each with the moment from which on it is there."""
+        self.taken: dict[int, Moment] = {}
+        """When the copies of tensors that were taken are made, by number."""
         self.num_sent = 0
         self.num_taken = 0
 
@@ -167,9 +171,15 @@ class MemoryGroup(Group):
     def _end(self) -> None:
         """Nothing to let go of: the world ends with its last thread."""
 
-    def _exchange(self, op: str, value: Any) -> list[Any]:
+    def _exchange(self, op: str, value: Tensor | list[Tensor] | None) -> list[Any]:
+        """What all members bring; on a GPU the current stream comes after the streams that made it."""
         self._num_calls += 1
-        return self._meeting.exchange(self._world, self, self._num_calls, op, value)
+        brought = value, now(self._world.device)
+        found = self._meeting.exchange(self._world, self, self._num_calls, op, brought)
+        for tensors, moment in found:
+            wait_for(moment, self._world.device)
+            used_here([tensors] if isinstance(tensors, Tensor) else tensors or ())
+        return [tensors for tensors, _ in found]
 
     def _check_arrived(self, op: str, tensors: list[Tensor], shapes: list[Shape], dtype: torch.dtype) -> None:
         for source, tensor, shape in zip(self.ranks, tensors, shapes, strict=True):
@@ -190,9 +200,9 @@ class MemoryChannel(Channel):
 
     def begin_send(self, tensor: Tensor) -> Callable[[], None]:
         self._check_end(self.source, "send")
-        mailbox = self._mailbox
+        mailbox, device = self._mailbox, self._world.device
         with mailbox.changed:
-            mailbox.tensors.append(tensor.detach())
+            mailbox.tensors.append((tensor.detach(), now(device)))
             mailbox.num_sent = number = mailbox.num_sent + 1
             mailbox.changed.notify_all()
 
@@ -201,6 +211,8 @@ class MemoryChannel(Channel):
                 self._world.wait(
                     mailbox.changed, lambda: mailbox.num_taken >= number, lambda: f"{self}: send is not received"
                 )
+                taken = mailbox.taken.pop(number)
+            wait_for(taken, device)  # whoever changes the tensor comes after its copy
 
         return send
 
@@ -211,13 +223,15 @@ class MemoryChannel(Channel):
         def receive() -> Tensor:
             with mailbox.changed:
                 self._world.wait(mailbox.changed, lambda: bool(mailbox.tensors), lambda: f"{self}: nothing was sent")
-                tensor = mailbox.tensors[0]
+                tensor, moment = mailbox.tensors[0]
                 if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
                     raise TransportError(
                         f"{self}: expects {dtype} {tuple(shape)}, but {tensor.dtype} {tuple(tensor.shape)} was sent."
                     )
-                received = contiguous_copy(mailbox.tensors.popleft())
+                mailbox.tensors.popleft()
+                received = contiguous_copy(take_over(tensor, moment))
                 mailbox.num_taken += 1
+                mailbox.taken[mailbox.num_taken] = now(self._world.device)
                 mailbox.changed.notify_all()
             return received
 

@@ -9,6 +9,7 @@ gloo or NCCL object with anybody. Only methods of the process-group objects are 
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -33,9 +34,17 @@ from .base import (
     num_elements,
 )
 from .exchanged import exchanged_all_reduce, folded
+from .given import GivenGroups
 from .interfaces import gloo_interfaces
+from .nccl_options import set_options
 
 Backend = Literal["gloo", "nccl"]
+
+SPLIT = re.compile(r"(tp|cp|etp|ep)(-backward)?/\d+|(tp-gradients|tp_cp-gradients|dp|model|edp)/\d+")
+"""Names of those groups that every rank of a world opens, in one order and of one size (`Mesh`)."""
+
+MESSAGES = "pp"
+"""What the axis of channels is called among those of groups."""
 
 DEVICE_TYPES: dict[str, str] = {"gloo": "cpu", "nccl": "cuda"}
 """Which kind of device each library moves."""
@@ -71,12 +80,17 @@ class ProcessGroupTransport(Transport):
         self._store = own_part(store, world_size)
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._has_default_group = False
+        self._parent: Any = None
+        self.given: GivenGroups | None = None
+        """The groups that the user brings."""
 
-    def connect(self, name: str, rank: int, size: int) -> Any:
-        """A torch process group of `size` members, this rank at position `rank`. Returns when all members have come."""
-        store = dist.PrefixStore(name, self._store)
+    def connect(self, name: str, axis: str, ranks: Sequence[int]) -> Any:
+        """A torch process group of the members `ranks`, in that order. Returns when all of them have come."""
+        store, rank = dist.PrefixStore(name, self._store), ranks.index(self.global_rank)
         with _named(f"rank {self.global_rank}, connecting {name!r}"):
-            return self._nccl(store, rank, size) if self.backend == "nccl" else self._gloo(store, rank, size)
+            if self.backend == "nccl":
+                return self._nccl(store, name, axis, ranks)
+            return self._gloo(store, rank, len(ranks))
 
     def open_default_group(self) -> None:
         """Makes torch's default process group of all ranks, for those parts of torch that know no other;
@@ -95,6 +109,8 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         super().close()
+        parent, self._parent = self._parent, None
+        _shut_down(parent)
         if self._has_default_group:
             self._has_default_group = False
             dist.destroy_process_group()
@@ -110,6 +126,12 @@ class ProcessGroupTransport(Transport):
     def _group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
         return ProcessGroup(self, name, axis, ranks)
 
+    def _brought(self, name: str, axis: str, ranks: Sequence[int]) -> Group | None:
+        if self.given is None or name != f"{axis}/{ranks[0]}":
+            return None
+        process_group = self.given.of(axis, ranks, self.device)
+        return None if process_group is None else ProcessGroup(self, name, axis, ranks, process_group)
+
     def _channel(self, name: str, source: int, destination: int) -> Channel:
         return ProcessGroupChannel(self, name, source, destination)
 
@@ -117,6 +139,13 @@ class ProcessGroupTransport(Transport):
         if error is None:
             self.leave()
         self.close()
+
+    def _whole(self) -> Any:
+        """The communicator of all ranks, which others are split from: opened with the first of them."""
+        if self._parent is None:
+            everyone = range(self.world_size)
+            self._parent = self._nccl(dist.PrefixStore("whole", self._store), "whole", "world", everyone)
+        return self._parent
 
     def _gloo(self, store: dist.Store, rank: int, size: int) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # which torch's types leave out
@@ -128,22 +157,34 @@ class ProcessGroupTransport(Transport):
         options._threads = 1
         return dist.ProcessGroupGloo(store, rank, size, options)
 
-    def _nccl(self, store: dist.Store, rank: int, size: int) -> Any:
+    def _nccl(self, store: dist.Store, name: str, axis: str, ranks: Sequence[int]) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
+        # what torch's flight recorder and NCCL's messages call it
+        options.group_name = name  # type: ignore[assignment]  # torch 2.13 has a name for such texts, 2.11 none
+        options.global_ranks_in_group = list(ranks)
+        set_options(options, self.communicators, axis)
         torch.cuda.set_device(self.device)
-        process_group = dist.ProcessGroupNCCL(store, rank, size, options)
+        if self.communicators.split and SPLIT.fullmatch(name):
+            # groups of an axis share no rank: one split of all ranks makes all of them
+            options.split_from, options.split_color = self._whole(), ranks[0]
+        process_group = dist.ProcessGroupNCCL(store, ranks.index(self.global_rank), len(ranks), options)
         process_group.eager_connect_single_device(self.device)
         return process_group
 
 
 class ProcessGroup(Group):
-    """A group over one torch process group (none for a single member)."""
+    """A group over one torch process group (none for a single member): a new one, or one that the user brings."""
 
-    def __init__(self, transport: ProcessGroupTransport, name: str, axis: str, ranks: Sequence[int]):
+    def __init__(
+        self, transport: ProcessGroupTransport, name: str, axis: str, ranks: Sequence[int], brought: Any = None
+    ):
         super().__init__(name, axis, ranks, transport.global_rank, transport.recorder)
         self._device = transport.device
-        self._process_group: Any = transport.connect(name, self.rank, self.size) if self.size > 1 else None
+        self._is_brought = brought is not None
+        self._process_group = brought
+        if self.size > 1 and not self._is_brought:
+            self._process_group = transport.connect(name, axis, self.ranks)
 
     def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
         dtype = parts[0].dtype
@@ -205,7 +246,8 @@ class ProcessGroup(Group):
 
     def _end(self) -> None:
         process_group, self._process_group = self._process_group, None
-        _shut_down(process_group)
+        if not self._is_brought:
+            _shut_down(process_group)
 
 
 class ProcessGroupChannel(Channel):
@@ -217,7 +259,7 @@ class ProcessGroupChannel(Channel):
         # NCCL only puts the message in a stream. A stream of its own keeps the wait for a late peer
         # out of the compute stream.
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._process_group: Any = transport.connect(name, int(transport.global_rank == destination), 2)
+        self._process_group: Any = transport.connect(name, MESSAGES, (source, destination))
 
     def begin_send(self, tensor: Tensor) -> Callable[[], None]:
         self._check_end(self.source, "send")

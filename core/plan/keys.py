@@ -17,6 +17,7 @@ from ..layout.layout import Layout
 from ..machine.cluster import ClusterSpec
 from ..machine.variation import Variation
 from ..model.model import ModelSpec
+from .communicators import Communicators
 from .sections import (
     Batch,
     Checkpoint,
@@ -58,6 +59,7 @@ NOUNS: Mapping[str, type] = {
     "numerics": Numerics,
     "optimizer": Optimizer,
     "data_parallel": DataParallel,
+    "communicators": Communicators,
     "train": Train,
     "checkpoint": Checkpoint,
     "variation": Variation,
@@ -151,7 +153,7 @@ def _own_keys(section: str) -> Iterator[Key]:
 
 _LISTED = (
     *("model", "cluster", "layout", "runtime", "batch", "precision", "recompute", "offload", "schedule", "numerics"),
-    *("optimizer", "train", "checkpoint", "data_parallel", "variation"),
+    *("optimizer", "train", "checkpoint", "data_parallel", "communicators", "variation"),
 )
 """The sections in the order in which `shardproof presets keys` lists them."""
 

@@ -33,6 +33,7 @@ from ..model.parameters import Parameter, expert_biases
 from ..schedule.placement import Placement
 from .build import plan_sections
 from .build_modules import modular_sections
+from .communicators import Communicators
 from .module import Module, ModuleLayout
 from .rules import broken_rules
 from .schedule_choice import chosen_placement, microbatch_multiple
@@ -71,6 +72,7 @@ class Plan:
     numerics: Numerics = field(default_factory=Numerics)
     optimizer: Optimizer = field(default_factory=Optimizer)
     data_parallel: DataParallel = field(default_factory=DataParallel)
+    communicators: Communicators = field(default_factory=Communicators)
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     variation: Variation = field(default_factory=Variation)
@@ -332,6 +334,7 @@ class ModularPlan:
     numerics: Numerics = field(default_factory=Numerics)
     optimizer: Optimizer = field(default_factory=Optimizer)
     data_parallel: DataParallel = field(default_factory=DataParallel)
+    communicators: Communicators = field(default_factory=Communicators)
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     variation: Variation = field(default_factory=Variation)

@@ -13,6 +13,7 @@ from shardproof.core.machine.cluster import ClusterSpec
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.communicators import Communicators
 from shardproof.core.plan.sections import (
     Batch,
     Checkpoint,
@@ -34,6 +35,7 @@ SECTIONS: dict[str, Any] = {
     "recompute": Recompute(),
     "runtime": Runtime(),
     "data_parallel": DataParallel(),
+    "communicators": Communicators(),
     "optimizer": Optimizer(),
     "train": Train(),
     "checkpoint": Checkpoint(),

@@ -3,14 +3,15 @@ multisets and to the byte."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 
 from shardproof import Plan, lower
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.program import Operation, load_batch, operations
+from shardproof.core.program import Operation
+from shardproof.core.program.of_rank import differences, recorded_by_action, step_of_rank
 from shardproof.core.schedule.action import Action
 
 
@@ -36,20 +37,11 @@ def assert_every_action_records_the_program(
     for global_rank, events in enumerate(
         run_threads(MemoryWorld(plan.layout.world_size, timeout_s=60), recorded_step, plan)
     ):
-        here = plan.layout.coordinates(global_rank)
-        recorded: defaultdict[Action | None, Counter[Operation]] = defaultdict(Counter)
-        for action, operation in filter(lambda event: only(event[1]), events):
-            recorded[action][operation] += 1
-        assert recorded.pop(None, Counter()) == Counter(filter(only, load_batch(plan, here["tp"])))
-        # weights of a stage may be gathered again
-        times = Counter(part for each in schedule.row(here["pp"]) for part in each.parts)
-        for action in times:
-            replica = plan.placement.replica_of(action.stage, here["pp"])
-            program = operations(
-                plan, action.kind, action.stage, here["tp"], here["dp"], cp_rank=here["cp"], replica=replica
-            )
-            expected = Counter([*filter(only, program)] * times[action])
-            assert recorded.pop(action, Counter()) == expected, f"rank {global_rank}, {action}"
-            everything += expected
-        assert not recorded, f"rank {global_rank} computed or sent something outside of its schedule's actions"
+        expected = {
+            action: Counter({each: count for each, count in program.items() if only(each)})
+            for action, program in step_of_rank(plan, schedule, global_rank).items()
+        }
+        recorded = recorded_by_action(event for event in events if only(event[1]))
+        assert not differences(expected, recorded), f"rank {global_rank}"
+        everything += sum((program for action, program in expected.items() if action is not None), Counter())
     return everything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ...backend.pipeline import executor, messages
 from ...backend.ranks import training_rank
 from ...backend.tensor_parallel import data
 from ...backend.transport import overlap, process_group
+from .order_changes import ORDER_CHANGES
 
 
 @dataclass(frozen=True)
@@ -200,8 +202,10 @@ CHANGES = (
 )
 
 
-def changed(what: str) -> Callable[[], None]:
-    """Makes the change of that name in this process. Raises `KeyError`."""
+def changed(what: str, global_rank: int) -> Callable[[], None]:
+    """Makes the change of that name in the process of a rank. Raises `KeyError`."""
+    if what in ORDER_CHANGES:
+        return functools.partial(ORDER_CHANGES[what].make, global_rank)
     change = {each.what: each for each in CHANGES}[what]
     return lambda: setattr(change.owner, change.name, change.changed)
 

@@ -1,4 +1,5 @@
-"""`examined`: a plan's steps on pretended CUDA: bits against one device, races between streams, waits of the host."""
+"""`examined`: a plan's steps on pretended CUDA: bits against one device, races between streams, the order of the calls
+that ranks give NCCL, and waits of the host."""
 
 from __future__ import annotations
 
@@ -8,45 +9,58 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...core.base.errors import InternalError, PlanError
+from ...core.base.errors import InternalError, PlanError, RankFailure
 from ...core.plan.plan import Plan
+from .calls import RankCalls, calls_of
+from .circles import AtOnce, at_once, order_faults
 from .environment import MOST_DEVICES, environment
 from .labelled import CHANGE_VARIABLE
 from .log import Entry, read_log
+from .order import OrderFault
+from .order_changes import ORDER_CHANGES
 from .races import Race, races
 from .waits import RULE as WAITS_RULE
 from .waits import too_many, waits
 
 STEPS = 2
+PATIENCE_S = 180.0
+STALL_S = 120.0
+"""How long ranks with a change may come no further."""
+PATIENCE_VARIABLE = "SHARDPROOF_PRETENDED_PATIENCE_S"
 BAD_PLAN = 2
 """Exit code of the process that proves, where the plan is at fault."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What was found: bits that differ (None where the proof came to no run), what the proof says besides, the races of
-    each rank, and what is wrong with its waits for the device in fast numerics."""
+    """What was found: bits that differ (None where the proof came to no run), what the proof says besides, races of
+    each rank, what is wrong with its waits for the device in fast numerics, and faults in the order of calls. `at_once`
+    are the calls of each rank that may have to run together, `calls` all."""
 
     bits_different: int | None
     findings: tuple[str, ...]
     races: dict[int, list[Race]]
     waits: dict[int, list[str]]
+    order: tuple[OrderFault, ...] = ()
+    at_once: tuple[AtOnce, ...] = ()
+    calls: tuple[RankCalls, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Nothing was found."""
-        found = self.findings, *self.races.values(), *self.waits.values()
+        found = self.findings, self.order, *self.races.values(), *self.waits.values()
         return self.bits_different == 0 and not any(found)
 
     @property
     def rules(self) -> set[str]:
         """The rules that something breaks."""
         waits = {WAITS_RULE} if any(self.waits.values()) else set()
-        return waits | {race.rule for of_rank in self.races.values() for race in of_rank}
+        of_order = {fault.rule for fault in self.order}
+        return waits | of_order | {race.rule for of_rank in self.races.values() for race in of_rank}
 
     def text(self) -> str:
         """For a terminal."""
@@ -56,31 +70,40 @@ class Examined:
             lines += [f"rank {rank}: {len(found)} races", *(f"  {race}" for race in found)]
         for rank, wrong in sorted(self.waits.items()):
             lines += [f"rank {rank}: {each}" for each in wrong]
+        lines += [f"order of calls: {len(self.order)} faults", *(f"  {fault}" for fault in self.order)]
+        lines += map(str, self.at_once)
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """As one object."""
+        found = {str(rank): list(map(str, of_rank)) for rank, of_rank in sorted(self.races.items())}
         return {
             "ok": self.ok,
             "bits_different": self.bits_different,
             "findings": list(self.findings),
-            "races": {str(rank): list(map(str, of_rank)) for rank, of_rank in sorted(self.races.items())},
-            "waits": {str(rank): of_rank for rank, of_rank in sorted(self.waits.items())},
+            "races": found,
+            "waits": {str(rank): wrong for rank, wrong in sorted(self.waits.items())},
+            "order": [asdict(fault) for fault in self.order],
+            "at_once": [asdict(each) for each in self.at_once],
         }
 
 
-def examined(plan: Plan, *, steps: int = STEPS, change: str = "") -> Examined:
+def examined(plan: Plan, *, steps: int = STEPS, change: str = "", patience_s: float = PATIENCE_S) -> Examined:
     """Runs a plan, or its twin, over NCCL in processes of their own: against one device, and then as training does, in
-    fast numerics. `change` is made wrong in the ranks (`changes`).
+    fast numerics. `change` is made wrong in the ranks (`changes`, `order_changes`). A call whose peers do not come for
+    `patience_s` is given up.
 
     Raises `PlanError` for a plan that the backend does not run, and where there is no C++ compiler; `InternalError`
     where the run fails otherwise.
     """
     with tempfile.TemporaryDirectory() as folder:
         devices = min(plan.world_size, MOST_DEVICES)
+        program = "ranks_here" if change in ORDER_CHANGES else "run_here"
+        command = [sys.executable, "-c", f"from {__name__} import {program}; {program}({steps})"]
+        variables = {CHANGE_VARIABLE: change, PATIENCE_VARIABLE: str(patience_s)}
         done = subprocess.run(
-            [sys.executable, "-c", f"from {__name__} import run_here; run_here({steps})"],
-            env={**environment(folder, devices=devices, log=True), CHANGE_VARIABLE: change},
+            command,
+            env={**environment(folder, devices=devices, log=True), **variables},
             input=plan.to_toml(),
             capture_output=True,
             text=True,
@@ -90,20 +113,40 @@ def examined(plan: Plan, *, steps: int = STEPS, change: str = "") -> Examined:
         if done.returncode:
             raise InternalError(f"the run on pretended CUDA failed: {done.stderr[-3000:]}")
         report = json.loads(done.stdout.splitlines()[-1])
-        logs = [list(read_log(path)) for path in sorted((Path(folder) / "logs").glob("*.log"))]
+        logs = [list(read_log(path)) for path in sorted((Path(folder) / "logs").glob("*.log"), key=_age)]
     found: defaultdict[int, list[Race]] = defaultdict(list)
-    wrong = {}
-    for entries in logs:
-        if (rank := _rank_of(entries)) is not None:
-            found[rank] += races(entries)
-            if any(entry.kind == "step" for entry in entries):
-                wrong[rank] = too_many(waits(entries))
-    return Examined(report["bits_different"], tuple(report["findings"]), dict(found), wrong)
+    wrong: dict[int, list[str]] = {}
+    calls: dict[int, RankCalls] = {}
+    for entries in logs:  # those of a second run, which a proof makes to describe what differs, come later
+        if (of_rank := calls_of(entries)) is None:
+            continue
+        if _is_plain(entries):
+            wrong[of_rank.rank] = too_many(waits(entries))
+        elif of_rank.rank not in calls:
+            calls[of_rank.rank] = of_rank
+        else:
+            continue
+        found[of_rank.rank] += races(entries)
+    in_order = [of_rank for _, of_rank in sorted(calls.items())]
+    return Examined(
+        report["bits_different"],
+        tuple(report["findings"]),
+        dict(found),
+        wrong,
+        tuple(order_faults(in_order)),
+        tuple(each for each in map(at_once, in_order) if each is not None),
+        tuple(in_order),
+    )
 
 
-def _rank_of(entries: Iterable[Entry]) -> int | None:
-    """The rank whose log it is; None for the process that starts them, and for one device."""
-    return next((int(entry.name) for entry in entries if entry.kind == "rank"), None)
+def _is_plain(entries: Iterable[Entry]) -> bool:
+    """Whether it is the log of training, without a proof."""
+    return any(entry.kind == "step" for entry in entries)
+
+
+def _age(log: Path) -> int:
+    """The number of the process, which ascends."""
+    return int(log.stem)
 
 
 def run_here(steps: int) -> None:
@@ -120,8 +163,30 @@ def run_here(steps: int) -> None:
     except PlanError as error:
         print(error, flush=True)
         sys.exit(BAD_PLAN)
+    except RankFailure as failure:  # its log says what came before
+        _say(None, [str(failure)])
+        return
     small, _ = twin(plan)
     fast = replace(small, numerics=replace(small.numerics, mode="fast"))
     run_ranks(plain_steps, (fast, steps + 1), world_size=fast.world_size, transport="nccl")
-    found = {"bits_different": proof.report.get("bits_different"), "findings": list(map(str, proof.findings))}
-    print(json.dumps(found), flush=True)
+    _say(proof.report.get("bits_different"), proof.findings)
+
+
+def ranks_here(steps: int) -> None:
+    """The same without a proof: the ranks alone, of a plan that is known to be right."""
+    from ..run.proof_run import ProofJob, run_ledger
+    from .labelled import labelled_steps
+
+    found = []
+    job = ProofJob(
+        Plan.from_toml(sys.stdin.read()), steps, scenario=labelled_steps, skips_not_finite=True, stall_s=STALL_S
+    )
+    try:
+        run_ledger(job, "nccl")
+    except RankFailure as failure:
+        found.append(str(failure))
+    _say(None, found)
+
+
+def _say(bits_different: int | None, findings: Iterable[object]) -> None:
+    print(json.dumps({"bits_different": bits_different, "findings": list(map(str, findings))}), flush=True)

@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
-from ...backend.base.recorder import Recorder
-from ...backend.transport.base import Transport
-from ...core.plan.plan import AnyPlan
+from ...backend.base.recorder import CollectiveOp, Recorder
+from ...backend.ranks.training_rank import TrainingRank
+from ...backend.transport.base import Group, Transport
+from ...backend.transport.memory import MemoryTransport
+from ...core.plan.plan import AnyPlan, Plan
+from ...core.plan.schedule_of import schedule_for
+from ...core.program import Collective, Operation, Product
+from ...core.program.of_rank import differences, recorded_by_action, step_of_rank
+from ...core.schedule import lower
 from ...core.schedule.action import Action
 from ..ledger.ledger import RankLedger
 from ..run.proof_run import ProofJob, train_steps
@@ -29,7 +37,15 @@ def pretended() -> Any:
 
 
 class LabelledRecorder(Recorder):
-    """Names the action and layer of each thread in the log of streams."""
+    """Names the action and layer of each thread in the log of streams, and what groups record."""
+
+    def collective(self, op: CollectiveOp, axis: str, group_size: int, sent_bytes: int) -> None:
+        super().collective(op, axis, group_size, sent_bytes)
+        note("recorded", str(sent_bytes))
+
+    def message(self, action: Action, num_bytes: int) -> None:
+        super().message(action, num_bytes)
+        pretended().pretended_label(str(action).encode())  # of what is sent next
 
     @contextlib.contextmanager
     def action(self, action: Action | None) -> Iterator[None]:
@@ -58,12 +74,27 @@ class LabelledRecorder(Recorder):
         pretended().pretended_label(" ".join(filter(None, [str(action or ""), layer])).encode())
 
 
+def note(kind: str, what: str) -> None:
+    """A line of the log that is no work of a stream."""
+    pretended().pretended_write(kind.encode(), 0, what.encode(), b"", b"")
+
+
 def labelled_steps(transport: Transport, job: ProofJob) -> RankLedger:
-    """The steps of `train_steps`; the log of this process begins with the number of the rank."""
-    if transport.world_size > 1:
-        _begin(transport)
+    """The steps of `train_steps`; the log of this process begins with the number of the rank, and ends with what the
+    rank computed and sent otherwise than `core.program` says."""
+    recorder = LabelledRecorder(enabled=True)
+    is_rank = transport.world_size > 1 and not isinstance(transport, MemoryTransport)  # whose ranks share one log
+    if is_rank:
+        _begin(transport, recorder)
+        _say_groups()
+        _leave_out_evaluations(recorder)
     try:
-        return train_steps(transport, job)
+        ledger = train_steps(transport, job)
+        if is_rank and isinstance(job.plan, Plan) and not job.plan.runtime.trim_padding:
+            _say_differences(job.plan, job.steps, transport.global_rank, recorder)
+        if is_rank:
+            note("ended", "")
+        return ledger
     finally:
         pretended().pretended_flush()
 
@@ -73,21 +104,75 @@ def plain_steps(transport: Transport, given: tuple[AnyPlan, int]) -> None:
     from ...backend.ranks.rank_of_plan import training_rank
 
     plan, steps = given
-    _begin(transport)
+    _begin(transport, LabelledRecorder())
     rank = training_rank(transport, plan)
     for step in range(steps):
-        pretended().pretended_write(b"step", 0, str(step).encode(), b"", b"")
+        note("step", str(step))
         rank.step(step)
-    pretended().pretended_write(b"step", 0, b"", b"", b"")
+    note("step", "")
     rank.settle()
     pretended().pretended_flush()
 
 
-def _begin(transport: Transport) -> None:
-    """Makes what the environment asks for wrong in this rank, and gives its log its number."""
+def _begin(transport: Transport, recorder: Recorder) -> None:
+    """Gives the log of a rank its number, and makes what the environment asks for wrong."""
+    transport.recorder = recorder
+    note("rank", str(transport.global_rank))
     if name := os.environ.get(CHANGE_VARIABLE):
         from .changes import changed
 
-        changed(name)()
-    transport.recorder = LabelledRecorder()
-    pretended().pretended_write(b"rank", 0, str(transport.global_rank).encode(), b"", b"")
+        changed(name, transport.global_rank)()
+
+
+def _say_groups() -> None:
+    """Every call of a group is in the log, with the group's name, before what NCCL is given for it."""
+    begin = Group._begin_call
+
+    def said(group: Group) -> None:
+        note("asked", group.name)
+        begin(group)
+
+    setattr(Group, "_begin_call", said)  # noqa: B010 - a method, for this process
+
+
+def _leave_out_evaluations(recorder: Recorder) -> None:
+    """The program says what steps do."""
+    evaluate = TrainingRank.evaluate
+
+    def unrecorded(rank: TrainingRank) -> float:
+        recorder.enabled = False
+        try:
+            return evaluate(rank)
+        finally:
+            recorder.enabled = True
+
+    setattr(TrainingRank, "evaluate", unrecorded)  # noqa: B010 - a method, for this process
+
+
+def _say_differences(plan: Plan, steps: int, global_rank: int, recorder: Recorder) -> None:
+    dp_rank = plan.layout.coordinates(global_rank)["dp"]
+    schedule = lower(schedule_for(plan, plan.microbatches_of(dp_rank)))
+    step = step_of_rank(plan, schedule, global_rank)
+    expected = {
+        action: _foreseen(Counter({each: steps * count for each, count in of.items()})) for action, of in step.items()
+    }
+    recorded = {action: _foreseen(of) for action, of in recorded_by_action(recorder.events).items()}
+    for action, (missing, more) in differences(expected, recorded).items():
+        rule = "other-than-program" if action is not None else "without-action"
+        words = [f"{len(missing)} missing ({missing[0]})"] if missing else []
+        words += [f"{len(more)} not in the program ({more[0]})"] if more else []
+        note("noticed", f"{rule}: {action or 'outside of actions'}: {', '.join(words)}")
+
+
+def _foreseen(operations: Counter[Operation]) -> Counter[Operation]:
+    """What the program can tell without the tokens: of experts that calls are made, not how many tokens they move and
+    how many rows are multiplied."""
+    found: Counter[Operation] = Counter()
+    for operation, count in operations.items():
+        layer = operation.layer.rpartition(".mlp.")[2]
+        if isinstance(operation, Product) and layer.startswith("experts"):
+            continue
+        if isinstance(operation, Collective) and (layer in ("dispatch", "combine") or operation.axis in ("ep", "etp")):
+            operation = replace(operation, sent_bytes=0)
+        found[operation] += count
+    return found

@@ -72,7 +72,7 @@ class _Memory:
         return list(last.values())
 
 
-class _Streams:
+class Streams:
     """What every stream and every thread of the host knows to be over."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class _Streams:
 
 def races(entries: Iterable[Entry]) -> list[Race]:
     """Every race between a use and the next, or the end of its memory, each pair of operators and labels once."""
-    streams, memories = _Streams(), dict[int, _Memory]()
+    streams, memories = Streams(), dict[int, _Memory]()
     found: dict[tuple[object, ...], Race] = {}
 
     def race(rule: str, memory: int, first: Use, second: Use | None) -> None:
@@ -149,7 +149,7 @@ def races(entries: Iterable[Entry]) -> list[Race]:
     return list(found.values())
 
 
-def _reads(known: _Memory | None, memory: int, use: Use, streams: _Streams, race: Report) -> None:
+def _reads(known: _Memory | None, memory: int, use: Use, streams: Streams, race: Report) -> None:
     if known is None:
         return
     if known.written is not None and not streams.is_over(known.written, use.entry.stream):
@@ -157,7 +157,7 @@ def _reads(known: _Memory | None, memory: int, use: Use, streams: _Streams, race
     known.reads[use.entry.stream] = use
 
 
-def _writes(known: _Memory | None, memory: int, use: Use, streams: _Streams, race: Report) -> None:
+def _writes(known: _Memory | None, memory: int, use: Use, streams: Streams, race: Report) -> None:
     if known is None:
         return
     for before in known.uses:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
+from .communicators import axes_are_known, ctas_are_whole, most_ctas_are_no_fewer
 from .experts import (
     expert_leaves_admit_etp,
     experts_divide,
@@ -319,6 +320,24 @@ RULES: tuple[Rule, ...] = (
         ("checkpoint.folder", "checkpoint.every", "checkpoint.keep"),
         "what is saved is saved somewhere",
         checkpoints_have_a_folder,
+    ),
+    Rule(
+        "axes-are-known",
+        ("communicators.min_ctas", "communicators.max_ctas", "communicators.cga_cluster_size"),
+        "options of communicators are by axis",
+        axes_are_known,
+    ),
+    Rule(
+        "ctas-are-whole",
+        ("communicators.min_ctas", "communicators.max_ctas", "communicators.cga_cluster_size"),
+        "thread blocks are counted",
+        ctas_are_whole,
+    ),
+    Rule(
+        "most-ctas-are-no-fewer",
+        ("communicators.min_ctas", "communicators.max_ctas"),
+        "a call has at most max_ctas thread blocks, and at least min_ctas",
+        most_ctas_are_no_fewer,
     ),
     Rule(
         "loss-scales-are-powers-of-two",

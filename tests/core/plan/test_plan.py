@@ -477,6 +477,18 @@ BROKEN = {
         ("[numerics]", "[checkpoint]\nkeep = 3\n[numerics]"),
         "keep=3 is about checkpoints, but there is no folder for them. Set checkpoint.folder",
     ),
+    "axes-are-known": (
+        ("[numerics]", "[communicators]\nmax_ctas = { pt = 4 }\n[numerics]"),
+        "max_ctas names \"pt\", which no communicators join; did you mean 'tp'?",
+    ),
+    "ctas-are-whole": (
+        ("[numerics]", "[communicators]\ncga_cluster_size = { dp = 2.5 }\n[numerics]"),
+        "cga_cluster_size: dp = 2.5 is no number of thread blocks. Use 2",
+    ),
+    "most-ctas-are-no-fewer": (
+        ("[numerics]", "[communicators]\nmin_ctas = { tp = 8 }\nmax_ctas = { tp = 4 }\n[numerics]"),
+        "max_ctas: tp = 4 is fewer than min_ctas: tp = 8. Use min_ctas of at most 4",
+    ),
     "loss-scales-are-powers-of-two": (
         ('dtype = "bf16"', ('dtype = "fp16"\nloss_scale = 1000.0')),
         "is no power of two. Use 1024",

@@ -14,6 +14,9 @@ from shardproof.core.plan.plan import Plan
 from shardproof.verify.pretended.changes import CHANGES, PLANS
 from shardproof.verify.pretended.environment import environment
 from shardproof.verify.pretended.examine import examined
+from shardproof.verify.pretended.log import read_log
+from shardproof.verify.pretended.order_changes import ORDER_CHANGES
+from shardproof.verify.pretended.races import races
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None,
@@ -89,10 +92,45 @@ def test_a_process_without_the_environment_has_no_cuda() -> None:
     assert not torch.cuda.is_available() or torch.version.cuda is not None
 
 
-@pytest.mark.parametrize("plan", ["tp2-pp2", pytest.param("dp2-zero1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["tp2-pp2", "dp2-zero1"])
 def test_a_step_has_the_bits_of_one_device_and_no_race(plan: str) -> None:
     found = examined(Plan.from_toml(PLANS[plan]))
     assert found.ok and found.races, found.text()
+    assert all(rank.ended and rank.calls and rank.asked for rank in found.calls)
+
+
+OPTIONS = """
+[communicators]
+min_ctas = { tp = 2 }
+max_ctas = { tp = 16, pp = 4 }
+cga_cluster_size = { tp = 2 }
+high_priority = ["pp"]
+network = "Socket"
+split = true
+"""
+
+
+def test_options_arrive_at_the_communicators_of_their_axes_and_change_no_bits() -> None:
+    found = examined(Plan.from_toml(PLANS["tp2-pp2"] + OPTIONS))
+    assert found.ok, found.text()
+    opened = {each.key: each for each in found.calls[2].communicators}
+    assert list(opened) == ["whole", "tp/2", "tp-gradients/2", "model/0", "embedding/0", "B/2-0", "F/0-2"]
+    plain = {"min_ctas": None, "max_ctas": None, "cga_cluster_size": None, "high_priority": False, "split_from": None}
+    for key, given in {
+        "whole": {},
+        "tp/2": {"min_ctas": 2, "max_ctas": 16, "cga_cluster_size": 2, "split_from": "whole"},
+        "tp-gradients/2": {"min_ctas": 2, "max_ctas": 16, "cga_cluster_size": 2, "split_from": "whole"},
+        "model/0": {"split_from": "whole"},
+        "embedding/0": {},
+        "F/0-2": {"max_ctas": 4, "high_priority": True},
+    }.items():
+        options = opened[key].options
+        assert {name: options[name] for name in plain} == {**plain, **given}, key
+        assert options["net_name"] == "Socket"
+    assert opened["tp/2"].ranks == (2, 3) and opened["tp/2"].options["split_color"] == 2
+    # the compute lane's calls come one after the other, and messages of each direction at the same time
+    assert [(len(each.lines), each.least_ctas, each.most_ctas) for each in found.at_once] == [(3, 4, 40)] * 4
 
 
 @pytest.mark.full
@@ -111,6 +149,52 @@ def test_what_is_made_wrong_is_found(change) -> None:
     found = examined(Plan.from_toml(PLANS[change.plan]), change=change.what)
     assert found.bits_different == 0  # what a device may do later is done at once here
     assert change.rule in found.rules, found.text()
+    assert not found.order
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ORDER_CHANGES)
+def test_calls_in_another_order_are_found_with_their_rank_and_action(what: str) -> None:
+    change = ORDER_CHANGES[what]
+    found = examined(Plan.from_toml(PLANS[change.plan]), change=what, patience_s=4)
+    named = [fault.what for fault in found.order if fault.rule == change.rule and change.rank in (None, *fault.ranks)]
+    assert any(change.action in said for said in named), found.text()
+
+
+THREADS = """
+import torch
+from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.verify.pretended.labelled import pretended
+
+def job(transport, _):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        group = transport.group("both", "tp", (0, 1))
+        mine = torch.arange(4.0, device="cuda:0") + 4 * transport.global_rank
+        found = torch.cat([*group.all_gather(mine), *group.all_to_all([mine[:1], mine[1:2]], [(1,), (1,)])])
+        found = torch.cat([found, group.all_reduce(mine, "sum")])
+        channel = transport.channel("line", 0, 1)
+        if transport.global_rank == 0:
+            channel.send(mine)
+            mine.zero_()  # it is this rank's again
+        else:
+            found = torch.cat([found, channel.receive((4,), torch.float32)])
+        return found.tolist()
+
+first, second = run_threads(MemoryWorld(2, device="cuda:0", timeout_s=60), job, None)
+assert first == [0, 1, 2, 3, 4, 5, 6, 7, 0, 4, 4, 6, 8, 10], first
+assert second == [0, 1, 2, 3, 4, 5, 6, 7, 1, 5, 4, 6, 8, 10, 0, 1, 2, 3], second
+pretended().pretended_flush()
+"""
+
+
+def test_ranks_that_share_a_gpu_as_threads_hand_over_between_their_streams(tmp_path: Path) -> None:
+    variables = dict(environment(tmp_path, log=True))
+    done = subprocess.run([sys.executable, "-c", THREADS], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (log,) = (tmp_path / "logs").glob("*.log")
+    entries = list(read_log(log))
+    assert len({entry.stream for entry in entries if entry.kind == "op"}) >= 2
+    assert list(map(str, races(entries))) == []
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
