@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..base.streams import is_captured
 from ..transport.mesh import Mesh
 
 
@@ -30,8 +31,11 @@ def find(held: Mapping[str, Sequence[Tensor]]) -> NotFinite | None:
     the backward came to first.
 
     Looks at every element once, by sums, which are finite only if all elements are; what has a sum that
-    is not is looked at again.
+    is not is looked at again. Nothing is found in a step that is captured, where the host sees no numbers: what is
+    wrong is then found in sums over ranks.
     """
+    if any(is_captured(tensor.device) for tensors in held.values() for tensor in tensors):
+        return None
     sums = [tensor.sum(dtype=torch.float32) for tensors in held.values() for tensor in tensors]
     if not sums or torch.isfinite(torch.stack(sums).sum()):
         return None

@@ -96,6 +96,7 @@ class LayerContext:
         self.recomputed_modules = recomputed_modules(plan)
         # Tables of rotary positions by name, made once.
         self._constants: dict[str, tuple[Tensor, Tensor]] = {}
+        self._places: Tensor | None = None
         # By tensor the cheap way to compute it again; None until a layer names one.
         self._sources: WeakIdKeyDictionary | None = None
         # How often a name was shown in the microbatch that runs: a module that is called twice shows two tensors.
@@ -185,7 +186,9 @@ class LayerContext:
 
     def places(self) -> Tensor:
         """int64 [s]: where in the sequence the tokens of this context-parallel rank lie."""
-        return context_positions(self.chunks.num_items, self.cp.size, self.cp.rank).to(self.numerics.device)
+        if self._places is None:  # once: the host makes it, and a copy to a GPU waits
+            self._places = context_positions(self.chunks.num_items, self.cp.size, self.cp.rank).to(self.numerics.device)
+        return self._places
 
     def own_places(self) -> Tensor:
         """Those of `places` that this rank holds between the cut layers."""
@@ -214,8 +217,9 @@ class LayerContext:
 
     @property
     def constants(self) -> list[Tensor]:
-        """The tensors that `constant` has made so far."""
-        return [tensor for pair in self._constants.values() for tensor in pair]
+        """The tensors that `constant` and `places` have made so far."""
+        own = [] if self._places is None else [self._places]
+        return own + [tensor for pair in self._constants.values() for tensor in pair]
 
     def can_repeat(self, tensor: Tensor, source: Callable[[], Tensor], name: str = "") -> Tensor:
         """`tensor`, of which whoever would keep it for a backward keeps `source` instead, which computes it again.

@@ -148,7 +148,10 @@ def prove(
     if problems := [of_part(part, each) for part in plan.parts for each in unknown_ids(part)]:
         raise PlanError(problems)  # before a twin has another vocabulary
     small: AnyPlan
-    small, changes = twin(plan, most_ranks) if isinstance(plan, Plan) else provable(plan, unsupported(plan))
+    if isinstance(plan, Plan):
+        small, changes = twin(plan, most_ranks, captures=transport == "nccl")
+    else:
+        small, changes = provable(plan, unsupported(plan))
     if fault is not None:
         fault.check(only_model(small, "--inject"))
     if device == "cuda":

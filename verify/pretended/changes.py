@@ -134,6 +134,7 @@ mode = "exact"
 [train]
 steps = 2
 """
+_GRAPHS = "[runtime]\ncuda_graphs = true\ncuda_graph_warmup_steps = 1\n[train]"
 _EARLY = "overlap_grad_reduce = true\nbucket_bytes = 20000"
 
 PLANS = {
@@ -145,6 +146,12 @@ PLANS = {
     ),
     "tp2-overlap": _TOP.format(model="", ranks=2, layout="tp = 2\nsequence_parallel = true", data="").replace(
         "[train]", "[runtime]\ntp_comm_overlap = true\n[train]"
+    ),
+    "tp2-pp2-graphs": _TOP.format(model="hidden_dropout = 0.1\nattention_dropout = 0.1", ranks=4, layout="tp = 2\npp = 2", data="").replace(
+        "[train]", _GRAPHS
+    ),
+    "dp2-zero1-graphs": _TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data=_EARLY).replace(
+        "[train]", _GRAPHS
     ),
 }
 """Small plans in which each change shows."""

@@ -181,10 +181,10 @@ class Work:
         """The current stream waits; what the call keeps alive is let go of."""
         import torch
 
+        torch.accelerator.current_stream().wait_event(self._end)
         if not self._is_over:
             self._finish()
         self._is_over, self._held = True, ()
-        torch.accelerator.current_stream().wait_event(self._end)
         return True
 
 
@@ -267,8 +267,9 @@ class ProcessGroupNCCL:
         def finish() -> None:
             call.finish()
             if graph is not None:
-                # the caller's stream has waited for the communicator's, in which it counts
-                graph.call(self._stream, op, call.finish, (), [each.memory for each in call.writes])
+                # in the stream that waits: what the communicator's was given is over there
+                waiting = torch.accelerator.current_stream()
+                graph.call(waiting, op, call.finish, (), [each.memory for each in call.writes])
 
         return Work(end, finish, (*reads, *writes))
 

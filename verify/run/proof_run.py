@@ -113,6 +113,7 @@ def one_device(plan: AnyPlan) -> AnyPlan:
             ep_comm_overlap=None,
             p2p_overlap=None,
             p2p_batched=None,
+            cuda_graphs=None,
             trim_padding=False,
         ),
         schedule=ScheduleChoice("1F1B"),

@@ -89,6 +89,7 @@ struct Graph {
   std::set<int64_t> reads, writes;                         // memory from outside of the pool
   std::map<int64_t, std::pair<void*, std::string>> before;  // what such memory had before the capture wrote to it
   std::map<int64_t, Clock> clocks;
+  std::map<int64_t, std::string> last;  // by stream, what it was given last
   size_t next = 0;
   bool failed = false;
 };
@@ -144,6 +145,7 @@ void notes(Graph* graph, int64_t stream, const std::vector<int64_t>& reads, cons
   touches(*graph, reads, false);
   touches(*graph, writes, true);
   graph->clocks[stream][stream]++;
+  graph->last[stream] = node.name;
   graph->nodes.push_back(std::move(node));
 }
 
@@ -569,7 +571,7 @@ const char* pretended_capture_end(int64_t number) {
       continue;
     }
     if (graph.clocks[graph.origin][part->first] < graph.clocks[part->first][part->first])
-      wrong = "the work of stream " + std::to_string(part->first) + " is not waited for at the end of the capture";
+      wrong = graph.last[part->first] + " on stream " + std::to_string(part->first) + " is not waited for at the end of the capture";
     part = captured_streams.erase(part);
   }
   graph.ended = num_events++;
