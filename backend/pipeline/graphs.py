@@ -7,6 +7,7 @@ are updated where they are. STEP, which asks the device for numbers, is no part 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
@@ -56,6 +57,8 @@ class StepGraphs:
         """`state()` gives what brings back the host's side of a walk, as it is then."""
         self._device, self._warmup_steps, self._state, self._observer = device, warmup_steps, state, observer
         self._walked: dict[str, int] = {}
+        self.captures = Counter[str]()
+        """How often each walk was captured, by name."""
         self._captured: dict[str, Captured[object]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -65,11 +68,11 @@ class StepGraphs:
         walked = self._walked[name] = self._walked.get(name, 0) + 1
         if walked <= self._warmup_steps:
             return walk(microbatches)
-        captured = self._captured.get(name)
-        if captured is None or captured.shapes != shapes_of(microbatches):
-            if captured is not None:
-                captured.graph.reset()
-            captured = self._captured[name] = self._capture(microbatches, walk)
+        if name in self._captured and self._captured[name].shapes != shapes_of(microbatches):
+            self._captured.pop(name).graph.reset()  # before the next one takes memory
+        if name not in self._captured:
+            self._captured[name] = self._capture(name, microbatches, walk)
+        captured = self._captured[name]
         self._fill(captured, microbatches)
         captured.graph.replay()
         captured.restore()
@@ -77,10 +80,13 @@ class StepGraphs:
             show()
         return captured.given  # type: ignore[return-value]  # what the walk of this name gives
 
-    def _capture(self, microbatches: Sequence[Microbatch], walk: Walk[object]) -> Captured[object]:
+    def _capture(
+        self, name: str, microbatches: Sequence[Microbatch], walk: Walk[object]
+    ) -> Captured[object]:
         keys = DrawKeys(self._device)
         own = [_like(each, keys, self._device) for each in microbatches]
         _copy(microbatches, own)
+        self.captures[name] += 1
         graph = torch.cuda.CUDAGraph()
         # lanes, and NCCL's own threads, may call what the capturing thread may not
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

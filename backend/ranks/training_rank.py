@@ -126,6 +126,10 @@ class TrainingRank:
             plan, self.mesh, self.numerics, list(self.stages.values()), transport.recorder, modules=modules
         )
         self.clock = Clock(transport.device)
+        warmup_steps = plan.runtime.cuda_graph_warmup_steps
+        self.graphs = (
+            StepGraphs(transport.device, warmup_steps, state=self._host_state, observer=later) if graphed else None
+        )
         shape = (plan.batch.micro_size, last - first, plan.model.hidden_size)
         self.executor = Executor(
             schedule if joined is None else joined.schedule,
@@ -143,11 +147,7 @@ class TrainingRank:
             weights=observed(self.data_parallel, self.stages, observer if own_parts else None),
             pairs=PairRunner(transport.global_rank, baton, transport.device) if baton is not None else None,
             row_order=row_order_of(plan.runtime),
-            graphs=StepGraphs(
-                transport.device, plan.runtime.cuda_graph_warmup_steps, state=self._host_state, observer=later
-            )
-            if graphed
-            else None,
+            graphs=self.graphs,
         )
         self.loss_scale = LossScale.of(plan.precision)
         self.skips_not_finite = False

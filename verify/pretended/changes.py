@@ -108,11 +108,13 @@ CHANGES = (
 
 def changed(what: str) -> Callable[[], None]:
     """Makes the change of that name in this process. Raises `KeyError`."""
-    change = {each.what: each for each in CHANGES}[what]
+    from .graph_changes import GRAPH_CHANGES
+
+    change = {each.what: each for each in (*CHANGES, *GRAPH_CHANGES)}[what]
     return lambda: setattr(change.owner, change.name, change.changed)
 
 
-_TOP = """
+TOP = """
 [model]
 preset = "tiny-gpt"
 {model}
@@ -134,24 +136,17 @@ mode = "exact"
 [train]
 steps = 2
 """
-_GRAPHS = "[runtime]\ncuda_graphs = true\ncuda_graph_warmup_steps = 1\n[train]"
-_EARLY = "overlap_grad_reduce = true\nbucket_bytes = 20000"
+EARLY = "overlap_grad_reduce = true\nbucket_bytes = 20000"
 
 PLANS = {
-    "tp2-pp2": _TOP.format(model="", ranks=4, layout="tp = 2\npp = 2", data=""),
-    "dp2-zero1": _TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data=_EARLY),
-    "dp2-zero3": _TOP.format(model="", ranks=2, layout="dp = 2\nzero = 3", data=""),
-    "ep2": _TOP.format(
+    "tp2-pp2": TOP.format(model="", ranks=4, layout="tp = 2\npp = 2", data=""),
+    "dp2-zero1": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data=EARLY),
+    "dp2-zero3": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 3", data=""),
+    "ep2": TOP.format(
         model="num_experts = 4\nexperts_per_token = 2\nexpert_bias = true", ranks=2, layout="dp = 2\nep = 2", data=""
     ),
-    "tp2-overlap": _TOP.format(model="", ranks=2, layout="tp = 2\nsequence_parallel = true", data="").replace(
+    "tp2-overlap": TOP.format(model="", ranks=2, layout="tp = 2\nsequence_parallel = true", data="").replace(
         "[train]", "[runtime]\ntp_comm_overlap = true\n[train]"
-    ),
-    "tp2-pp2-graphs": _TOP.format(model="hidden_dropout = 0.1\nattention_dropout = 0.1", ranks=4, layout="tp = 2\npp = 2", data="").replace(
-        "[train]", _GRAPHS
-    ),
-    "dp2-zero1-graphs": _TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data=_EARLY).replace(
-        "[train]", _GRAPHS
     ),
 }
 """Small plans in which each change shows."""

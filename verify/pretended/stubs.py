@@ -36,19 +36,26 @@ def install(torch: Any) -> None:
     class Event(torch.Event):
         def __new__(cls, enable_timing: bool = False, external: bool = False, **others: Any) -> Any:
             made = super().__new__(cls, device="cuda", enable_timing=enable_timing)
-            made._external = external
+            made._external, made._is_inside = external, False
             return made
 
         def record(self, stream: Any = None) -> None:
             on = stream or torch.accelerator.current_stream()
-            if self._external and (graph := CUDAGraph.of(on)) is not None:
+            graph = CUDAGraph.of(on)
+            if self._external and graph is not None:
                 graph.call(on, "an event's time", self._take_time)  # each replay has a time of its own
             else:
                 super().record(on)
                 self._take_time()
+            self._is_inside = graph is not None and not self._external
 
         def _take_time(self) -> None:
             self._time_s = time.perf_counter()  # the work is done when it is given
+
+        def query(self) -> bool:
+            if self._is_inside:
+                raise RuntimeError("an event of a captured stream is no time: only an external one is recorded by replays")
+            return bool(super().query())
 
         def elapsed_time(self, other: Any) -> float:
             return 1e3 * float(other._time_s - self._time_s)
@@ -92,6 +99,7 @@ def install(torch: Any) -> None:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        library.pretended_capture_is_over(ctypes.c_int64(graph.number))
 
     cuda.CUDAGraph, cuda.graph = CUDAGraph, captured
     cuda.graph_pool_handle = lambda: (0, library.pretended_new_pool())
@@ -117,7 +125,7 @@ class CUDAGraph:
         return cls._all.get(library.pretended_capturing(ctypes.c_int64(stream.stream_id)))
 
     def __init__(self, keep_graph: bool = False):
-        self._number, self._pool, self._calls = 0, (0, 0), dict[int, Callable[[], None]]()
+        self.number, self._pool, self._calls = 0, (0, 0), dict[int, Callable[[], None]]()
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         """What the current stream is given from now on is captured."""
@@ -127,30 +135,30 @@ class CUDAGraph:
         stream = torch.accelerator.current_stream()
         if stream.stream_id == 0:
             raise RuntimeError("the default stream cannot be captured")
-        self._number = library.pretended_capture_begin(
+        self.number = library.pretended_capture_begin(
             ctypes.c_int64(stream.stream_id), ctypes.c_int64(self._pool[1])
         )
-        CUDAGraph._all[self._number] = self
+        CUDAGraph._all[self.number] = self
 
     def capture_end(self) -> None:
         """Raises `RuntimeError` where a stream that took part is not waited for."""
-        CUDAGraph._all.pop(self._number, None)
-        if wrong := library.pretended_capture_end(ctypes.c_int64(self._number)):
+        CUDAGraph._all.pop(self.number, None)
+        if wrong := library.pretended_capture_end(ctypes.c_int64(self.number)):
             raise RuntimeError(wrong.decode())
 
     def replay(self) -> None:
         """Does it again, in the order in which it was given. Raises `RuntimeError` where what it uses is gone."""
-        if wrong := library.pretended_replay(ctypes.c_int64(self._number)):
+        if wrong := library.pretended_replay(ctypes.c_int64(self.number)):
             raise RuntimeError(wrong.decode())
         text = ctypes.create_string_buffer(2000)
-        while call := library.pretended_go_on(ctypes.c_int64(self._number), text, ctypes.c_int64(len(text))):
+        while call := library.pretended_go_on(ctypes.c_int64(self.number), text, ctypes.c_int64(len(text))):
             if call < 0:
                 raise RuntimeError(f"a replay fails: {text.value.decode()}")
             self._calls[call]()
 
     def reset(self) -> None:
         """Lets go of it."""
-        library.pretended_forget_graph(ctypes.c_int64(self._number))
+        library.pretended_forget_graph(ctypes.c_int64(self.number))
         self._calls.clear()
 
     def pool(self) -> Any:
@@ -162,7 +170,7 @@ class CUDAGraph:
     ) -> None:
         """Work of Python, done again by a replay at this place; `reads` and `writes` are memories."""
         number = library.pretended_call(
-            ctypes.c_int64(self._number),
+            ctypes.c_int64(self.number),
             ctypes.c_int64(stream.stream_id),
             name.encode(),
             *(part for ids in (reads, writes) for part in ((ctypes.c_int64 * len(ids))(*ids), ctypes.c_int64(len(ids)))),

@@ -581,6 +581,11 @@ const char* pretended_capture_end(int64_t number) {
   if (graph.failed) wrong.clear();
   return wrong.c_str();
 }
+// What the current stream is given from now on comes after what was captured, of which a device has done nothing.
+void pretended_capture_is_over(int64_t number) {
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  write("wait", here(), std::to_string(graphs.at(number)->ended));
+}
 int64_t pretended_capturing(int64_t stream) {
   if (!num_captures) return 0;
   std::lock_guard<std::recursive_mutex> held(graph_mutex);
@@ -609,7 +614,6 @@ const char* pretended_replay(int64_t number) {
   std::vector<int64_t> reads(graph.reads.begin(), graph.reads.end()), writes(graph.writes.begin(), graph.writes.end());
   for (auto& [id, block] : graph.pool->blocks)
     if (block.graph == graph.id && !block.freed) writes.push_back(id);
-  write("wait", here(), std::to_string(graph.ended));
   write("op", here(), "graph replay", joined(reads), joined(writes));
   return wrong.c_str();
 }
