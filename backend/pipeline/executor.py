@@ -216,7 +216,9 @@ class Executor:
 
         def given(row: Sequence[Action], own: Sequence[Any]) -> Given:
             place = self._watch.place(total=len(self.row))
-            current = Pass(own, Mail(), clock, Trace(), place, meter=meter, reduce_gradients=reduce_gradients, step=step)
+            current = Pass(
+                own, Mail(), clock, Trace(), place, meter=meter, reduce_gradients=reduce_gradients, step=step
+            )
             current = replace(current, early=early)
             if early is not None:
                 parts = (part for action in self.row for part in action.parts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -80,9 +80,7 @@ class StepGraphs:
             show()
         return captured.given  # type: ignore[return-value]  # what the walk of this name gives
 
-    def _capture(
-        self, name: str, microbatches: Sequence[Microbatch], walk: Walk[object]
-    ) -> Captured[object]:
+    def _capture(self, name: str, microbatches: Sequence[Microbatch], walk: Walk[object]) -> Captured[object]:
         keys = DrawKeys(self._device)
         own = [_like(each, keys, self._device) for each in microbatches]
         _copy(microbatches, own)
@@ -135,5 +133,5 @@ def _tensors(microbatch: Microbatch) -> list[Tensor]:
 def _like(microbatch: Microbatch, keys: DrawKeys, device: torch.device) -> Microbatch:
     """A microbatch of the same shapes with memory of its own."""
     scale = torch.ones((), device=device) if microbatch.loss_scale != 1.0 else 1.0
-    own = {name: torch.empty_like(getattr(microbatch, name)) for name in _names(microbatch)}
+    own: dict[str, Any] = {name: torch.empty_like(getattr(microbatch, name)) for name in _names(microbatch)}
     return replace(microbatch, **own, step=None if microbatch.step is None else keys, loss_scale=scale)

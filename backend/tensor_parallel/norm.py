@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ...core.layout.stage_parameters import Usage
 from ..base.autograd import Function
 from ..gradients.parameter import Shard
-from ..numerics import Contribution
+from ..numerics import Contribution, FastNumerics, Numerics
+from .compiled_norm import CompiledLayerNorm, CompiledRmsNorm
 from .context import LayerContext
 
 
@@ -35,8 +36,14 @@ class Norm(nn.Module):
         self.bias, self.bias_usage = (
             context.shard(f"{name}.bias") if context.model.norm == "layernorm" else (None, None)
         )
-        of_squares = _RmsNorm if context.numerics.mode == "exact" else _FastRmsNorm
-        self._function = of_squares if self.bias is None else _LayerNorm
+        self._function = self._chosen(context.numerics)
+
+    def _chosen(self, numerics: Numerics) -> type[Function]:
+        """What computes the norm."""
+        if isinstance(numerics, FastNumerics) and numerics.compiles:
+            return CompiledRmsNorm if self.bias is None else CompiledLayerNorm
+        of_squares = _RmsNorm if numerics.mode == "exact" else _FastRmsNorm
+        return of_squares if self.bias is None else _LayerNorm
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         y_BSH = self._function.apply(x_BSH, self)

@@ -37,7 +37,11 @@ def replayed(plan: Plan, device: torch.device, steps: int = STEPS) -> Replayed:
     """Trains a plan of one rank with graphs and without on a GPU, from the same start, with held-out data between."""
     assert plan.layout.world_size == 1, "one rank on one GPU"
     eager, graphed = (_steps(_with(plan, graphs), device, steps) for graphs in (False, True))
-    different = [f"loss {number}" for number, pair in enumerate(zip(*(each.losses for each in (eager, graphed)), strict=True)) if len(set(pair)) > 1]
+    different = [
+        f"loss {number}"
+        for number, pair in enumerate(zip(*(each.losses for each in (eager, graphed)), strict=True))
+        if len(set(pair)) > 1
+    ]
     different += [name for name, weight in eager.weights.items() if not torch.equal(weight, graphed.weights[name])]
     return Replayed(graphed.captures, tuple(different))
 

@@ -173,7 +173,10 @@ def prove(
         "weights of one device"
     )
     fast = replace(
-        small, numerics=replace(small.numerics, mode="fast"), precision=replace(small.precision, gradient_dtype=None)
+        small,
+        numerics=replace(small.numerics, mode="fast"),
+        precision=replace(small.precision, gradient_dtype=None),
+        runtime=replace(small.runtime, compile=plan.runtime.compile),
     )
     if plan.data_parallel.library == "torch" and transport != "memory":
         own = replace(fast, data_parallel=plan.data_parallel, schedule=replace(fast.schedule, max_active_stages=None))

@@ -1,5 +1,5 @@
-"""What may be wrong with captured steps, as changes of our own code in a rank's process: each an error that names it, or
-bits that differ."""
+"""What may be wrong with captured steps, as changes of our own code in a rank's process: each an error that names it,
+or bits that differ."""
 
 from __future__ import annotations
 
@@ -50,9 +50,18 @@ def _finishes_alone(lane: Any) -> None:
 
 
 GRAPH_CHANGES = (
-    Change("tokens are not copied to where a graph reads them", graphs.StepGraphs, "_fill", _fills_keys_alone, BITS, "tp2-pp2"),
+    Change(
+        "tokens are not copied to where a graph reads them",
+        graphs.StepGraphs,
+        "_fill",
+        _fills_keys_alone,
+        BITS,
+        "tp2-pp2",
+    ),
     Change("the number of the step is captured", graphs, "_like", _bakes_step(graphs._like), BITS, "tp2-pp2"),
-    Change("keys of draws are not those of the step", draw_keys.DrawKeys, "fill", lambda keys, step: None, BITS, "tp2-pp2"),
+    Change(
+        "keys of draws are not those of the step", draw_keys.DrawKeys, "fill", lambda keys, step: None, BITS, "tp2-pp2"
+    ),
     Change(
         "a lane is no part of the capture",
         messages,

@@ -54,7 +54,9 @@ def install(torch: Any) -> None:
 
         def query(self) -> bool:
             if self._is_inside:
-                raise RuntimeError("an event of a captured stream is no time: only an external one is recorded by replays")
+                raise RuntimeError(
+                    "an event of a captured stream is no time: only an external one is recorded by replays"
+                )
             return bool(super().query())
 
         def elapsed_time(self, other: Any) -> float:
@@ -87,6 +89,7 @@ def install(torch: Any) -> None:
     cuda.get_device_capability = lambda device=None: CAPABILITY
     cuda.get_device_properties = lambda device=None: Properties
     cuda.mem_get_info = lambda device=None: (MEMORY_BYTES, MEMORY_BYTES)
+
     @contextlib.contextmanager
     def captured(graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Any:
         torch.cuda.synchronize()
@@ -135,9 +138,7 @@ class CUDAGraph:
         stream = torch.accelerator.current_stream()
         if stream.stream_id == 0:
             raise RuntimeError("the default stream cannot be captured")
-        self.number = library.pretended_capture_begin(
-            ctypes.c_int64(stream.stream_id), ctypes.c_int64(self._pool[1])
-        )
+        self.number = library.pretended_capture_begin(ctypes.c_int64(stream.stream_id), ctypes.c_int64(self._pool[1]))
         CUDAGraph._all[self.number] = self
 
     def capture_end(self) -> None:
@@ -173,7 +174,11 @@ class CUDAGraph:
             ctypes.c_int64(self.number),
             ctypes.c_int64(stream.stream_id),
             name.encode(),
-            *(part for ids in (reads, writes) for part in ((ctypes.c_int64 * len(ids))(*ids), ctypes.c_int64(len(ids)))),
+            *(
+                part
+                for ids in (reads, writes)
+                for part in ((ctypes.c_int64 * len(ids))(*ids), ctypes.c_int64(len(ids)))
+            ),
         )
         self._calls[number] = work
 
@@ -285,7 +290,9 @@ class ProcessGroupNCCL:
 class Call:
     """The bytes of a collective on their way over gloo, once or, in a graph, again and again."""
 
-    def __init__(self, reads: Sequence[_Place], writes: Sequence[_Place], carry: Callable[[Any, Any], Any], inside: bool):
+    def __init__(
+        self, reads: Sequence[_Place], writes: Sequence[_Place], carry: Callable[[Any, Any], Any], inside: bool
+    ):
         self.reads, self.writes, self._carry, self._inside = reads, writes, carry, inside
         self._carried: Any = None
         self._arrived: list[Any] = []
