@@ -1,16 +1,10 @@
-"""LayerNorm and RMSNorm in compiled kernels: one pass forward and one backward, with the sums over tokens in it."""
+"""Kernels of LayerNorm and RMSNorm: one pass forward and one backward, with the sums over tokens in it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from torch import Tensor
 
-from ..base.autograd import Function
 from ..numerics.compiled import compiled
-
-if TYPE_CHECKING:
-    from .norm import Norm
 
 
 @compiled
@@ -53,41 +47,3 @@ def _input_gradient(dy: Tensor, normed: Tensor, rstd: Tensor, weight: Tensor, *,
 
 def _sums(x: Tensor) -> Tensor:
     return x.float().flatten(0, -2).sum(0)
-
-
-class CompiledRmsNorm(Function):
-    """As `norm._RmsNorm`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
-        ctx.layer, ctx.microbatch = layer, layer.context.microbatch
-        y_BSH, rstd = rms_forward(x_BSH.detach(), layer.weight.operand, layer.eps)
-        ctx.save_for_backward(x_BSH, rstd)
-        return y_BSH
-
-    @staticmethod
-    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
-        (x_BSH, rstd), layer = ctx.saved_tensors, ctx.layer
-        dx_BSH, dweight = rms_backward(dy_BSH.contiguous(), x_BSH.detach(), rstd, layer.weight.operand)
-        layer.context.submit(layer.name, [(layer.weight_usage, lambda: dweight)], ctx.microbatch)
-        return dx_BSH, None
-
-
-class CompiledLayerNorm(Function):
-    """As `norm._LayerNorm`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
-        assert layer.bias is not None
-        ctx.layer, ctx.microbatch = layer, layer.context.microbatch
-        y_BSH, mean, rstd = layer_forward(x_BSH.detach(), layer.weight.operand, layer.bias.operand, layer.eps)
-        ctx.save_for_backward(x_BSH, mean, rstd)
-        return y_BSH
-
-    @staticmethod
-    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
-        (x_BSH, mean, rstd), layer = ctx.saved_tensors, ctx.layer
-        dx_BSH, dweight, dbias = layer_backward(dy_BSH.contiguous(), x_BSH.detach(), mean, rstd, layer.weight.operand)
-        work = [(layer.weight_usage, lambda: dweight), (layer.bias_usage, lambda: dbias)]
-        layer.context.submit(layer.name, work, ctx.microbatch)
-        return dx_BSH, None

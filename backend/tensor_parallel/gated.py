@@ -74,15 +74,15 @@ class _Gated(Function):
         ctx.layer, ctx.microbatch, ctx.source, ctx.add_bias = layer, layer.context.microbatch, source, False
         activate, _ = ACTIVATIONS[layer.context.model.activation]
         gate, up = _project(layer, layer.gather(x_BSF))
-        kept = [] if source is not None else [x_BSF]
+        inputs = [] if source is not None else [x_BSF]
         if _is_compiled(layer):
             for_backward += gate, up
-            ctx.save_for_backward(*kept, gate, up)
+            ctx.save_for_backward(*inputs, gate, up)
             return gated_forward(gate, up, layer.context.model.activation)
         activated, again = activate(gate), _is_repeated(layer)
         if again:
             for_backward += gate, up
-        ctx.save_for_backward(*kept, gate, up, *([] if again else [activated]))
+        ctx.save_for_backward(*inputs, gate, up, *([] if again else [activated]))
         return activated * up
 
     @staticmethod

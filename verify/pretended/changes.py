@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,14 +104,6 @@ CHANGES = (
         "tp2-overlap",
     ),
 )
-
-
-def changed(what: str) -> Callable[[], None]:
-    """Makes the change of that name in this process. Raises `KeyError`."""
-    from .graph_changes import GRAPH_CHANGES
-
-    change = {each.what: each for each in (*CHANGES, *GRAPH_CHANGES)}[what]
-    return lambda: setattr(change.owner, change.name, change.changed)
 
 
 TOP = """

@@ -57,13 +57,20 @@ class LabelledRecorder(Recorder):
         pretended().pretended_label(" ".join(filter(None, [str(action or ""), layer])).encode())
 
 
+def _change(what: str) -> None:
+    """Makes a change of that name in this process. Raises `KeyError`."""
+    from .changes import CHANGES
+    from .graph_changes import GRAPH_CHANGES
+
+    change = {each.what: each for each in (*CHANGES, *GRAPH_CHANGES)}[what]
+    setattr(change.owner, change.name, change.changed)
+
+
 def labelled_steps(transport: Transport, job: ProofJob) -> RankLedger:
     """The steps of `train_steps`; the log of this process begins with the number of the rank."""
     if transport.world_size > 1:
         if name := os.environ.get(CHANGE_VARIABLE):
-            from .changes import changed
-
-            changed(name)()
+            _change(name)
         transport.recorder = LabelledRecorder()
         pretended().pretended_write(b"rank", 0, str(transport.global_rank).encode(), b"", b"")
     try:
