@@ -124,20 +124,31 @@ def test_captures_and_replays_of_pretended_cuda_are_those_of_a_device(tmp_path: 
     assert done.stdout == "right\n", done.stderr
 
 
-def test_replayed_steps_have_the_bits_of_others_and_new_shapes_are_captured_anew(tmp_path: Path) -> None:
-    drops = PLAN.format(model="hidden_dropout = 0.1", dtype="fp16", runtime="", train="")
+def trimmed(tmp_path: Path) -> str:
+    """A plan whose microbatches have other shapes in every step."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(40):  # of 8, 16, 24, 32 tokens and more
         (texts / f"{number}.txt").write_text("ab" * (4 + 4 * (number % 5)))
-    trims = PLAN.format(
+    return PLAN.format(
         model="",
         dtype="fp32",
         runtime="trim_padding = true",
         train=f'padded = true\nignore_token = 0\ndata = "{texts}"',
     )
-    done = run(tmp_path, ONE_RANK, f"{drops}====={trims}")
+
+
+def test_replayed_steps_have_the_bits_of_others_and_new_shapes_are_captured_anew(tmp_path: Path) -> None:
+    drops = PLAN.format(model="hidden_dropout = 0.1", dtype="fp16", runtime="", train="")
+    done = run(tmp_path, ONE_RANK, f"{drops}====={trimmed(tmp_path)}")
     assert done.stdout.splitlines() == ["() 1 1", "() 3 1"], done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_a_graph_that_is_not_captured_anew_is_found(tmp_path: Path) -> None:
+    same_shapes = "from shardproof.backend.pipeline import graphs\ngraphs.shapes_of = len\n"
+    done = run(tmp_path, same_shapes + ONE_RANK, trimmed(tmp_path))
+    assert done.returncode and "must match the size" in done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.full
