@@ -38,6 +38,7 @@ def _unsupported(plan: Plan) -> list[str]:
             *_unsupported_torch(plan),
             *_unsupported_overlap(plan),
             *_unsupported_trimming(plan),
+            *unsupported_graphs(plan),
         )
         if wrong
     ]
@@ -52,6 +53,8 @@ def _unsupported_joins(plan: ModularPlan) -> Iterator[str]:
         yield f"train.load={plan.train.load!r} is the folder of one model, and this plan has [[modules]]. Leave it out."
     if any(module.layout.zero == 3 for module in plan.modules):
         yield "the backend does not run layout.zero=3 with [[modules]] yet. Use layout.zero=2."
+    if plan.runtime.cuda_graphs:
+        yield "the backend does not run runtime.cuda_graphs=true with [[modules]] yet. Use false."
     if plan.data_parallel.library != "shardproof":
         yield f'data_parallel.library={plan.data_parallel.library!r} is not tried with [[modules]]. Use "shardproof".'
     if plan.runtime.trim_padding:
@@ -100,7 +103,9 @@ def _unsupported_torch(plan: Plan) -> Iterator[tuple[bool, str, str]]:
 
 def _unsupported_overlap(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     """`(wrong, what, instead)` of what overlaps with products, messages between stages alone, and of fused launches."""
-    for name in ("compile", "cuda_graphs", "launch_blocking", "fused_loss", "dropout"):
+    exact = bool(plan.runtime.compile) and plan.numerics.mode == "exact"
+    yield exact, 'runtime.compile=true with numerics.mode="exact", whose bits are no compiler\'s', "compile=false"
+    for name in ("launch_blocking", "fused_loss", "dropout"):
         value = getattr(plan.runtime, name)
         written = "true" if value is True else value
         yield bool(value), f"runtime.{name}={written}", f"runtime.{name}=false"
@@ -124,6 +129,19 @@ def _unsupported_trimming(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         (model.hidden_dropout > 0 or model.attention_dropout > 0, "dropout"),
     ):
         yield trimmed and wrong, f"runtime.trim_padding=true with {what}", "trim_padding=false"
+
+
+def unsupported_graphs(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    """`(wrong, what, instead)` of what the host takes part in, which a captured step cannot ask."""
+    parallel, model = plan.data_parallel, plan.model
+    for wrong, what in (
+        (model.is_moe, "experts, whose tokens the host counts"),
+        (model.num_mtp_layers > 0, "multi-token prediction"),
+        (parallel.library == "torch", 'data_parallel.library="torch"'),
+        (bool(parallel.overlap_param_gather), "data_parallel.overlap_param_gather=true, which begins in STEP"),
+        (plan.layout.zero == 3, "layout.zero=3"),
+    ):
+        yield bool(plan.runtime.cuda_graphs) and wrong, f"runtime.cuda_graphs=true with {what}", "cuda_graphs=false"
 
 
 def _unsupported_pairs(plan: Plan) -> list[str]:

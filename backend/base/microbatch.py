@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .draw_keys import DrawKeys
+
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -13,7 +15,8 @@ class Microbatch:
 
     `index` counts on this rank, `first_sample` is the position of its first sample in the step's global batch. `tokens`
     and `targets` are int64 [b, s], of the tokens that this context-parallel rank has. `step` counts optimizer steps;
-    None is no training, where nothing is dropped. `counted_share` is the share of the step's tokens that count in the
+    None is no training, where nothing is dropped; in a step that is captured its keys, and the loss scale, lie on the
+    device. `counted_share` is the share of the step's tokens that count in the
     loss: losses of routers, which are means over all tokens, are scaled by it. `documents`, int64 [b, s], is for every
     token the place in its sequence at which its document begins, where documents are packed; None is one document per
     sequence. `later`, int64 [b, s, k], is what each of k modules of multi-token prediction predicts at a token, the id
@@ -26,9 +29,9 @@ class Microbatch:
     first_sample: int
     tokens: Tensor
     targets: Tensor
-    step: int | None = None
+    step: int | DrawKeys | None = None
     counted_share: float = 1.0
     documents: Tensor | None = None
     later: Tensor | None = None
-    loss_scale: float = 1.0
+    loss_scale: float | Tensor = 1.0
     lengths: tuple[int, ...] | None = None

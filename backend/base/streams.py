@@ -27,6 +27,17 @@ def wait_for(moment: Moment, device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_event(moment)
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether the current stream is captured: what it is given is not done now, and the host can ask for nothing."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def capture_of(device: torch.device) -> Moment:
+    """For a stream that begins: what it has to wait for to be part of the capture that the current stream is part of.
+    None outside of one."""
+    return now(device) if is_captured(device) else None
+
+
 def take_over(tensor: Tensor, moment: Moment) -> Tensor:
     """A tensor that another stream has made, for the current one: it is there, and its memory is not given to others
     before this stream has done what it does with it."""

@@ -14,6 +14,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from ..base.streams import is_captured
 from ..transport.mesh import Mesh
 
 
@@ -36,10 +37,11 @@ def look(held: Mapping[str, Sequence[Tensor]]) -> Found:
     the backward came to first.
 
     Looks at every element once, by sums, which are finite only if all elements are. On a CPU, where nobody waits, what
-    has a sum that is not is looked at again; on a GPU the gradients are gone when somebody asks.
+    has a sum that is not is looked at again; on a GPU the gradients are gone when somebody asks. Nothing is found in a
+    step that is captured, where Python does not run again: what is wrong is then found in sums over ranks.
     """
     parts = [(name, tensor) for name, tensors in held.items() for tensor in tensors if tensor.numel()]
-    if not parts:
+    if not parts or is_captured(parts[0][1].device):
         return lambda: None
     sums = torch.stack([tensor.sum(dtype=torch.float32) for _, tensor in parts])
     if not sums.is_cuda:

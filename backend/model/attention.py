@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from ...core.model.blocks import layer_prefix
 from ..base.autograd import Function
+from ..numerics import FastNumerics
 from ..tensor_parallel import ColumnParallelLinear, HeadNorm, LayerContext, RowParallelLinear, recomputed
 from .attention_core import AttentionCore
+from .compiled_rotary import joined_turned_back, turned_parts
 from .rotary import rotary_by_token, rotary_table, rotate, turned
 
 
@@ -30,9 +32,10 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         model, qkv = self.context.model, self.qkv(x_BSH)
         if model.position == "rope" and not self.norms and self.core.takes_strides:
-            q, k, v = _TurnedApart.apply(
-                qkv, *rotary_by_token(self.context), model.query_heads_per_group, model.head_dim
-            )
+            numerics = self.context.numerics
+            compiles = isinstance(numerics, FastNumerics) and numerics.compiles
+            apart = _CompiledTurnedApart if compiles else _TurnedApart
+            q, k, v = apart.apply(qkv, *rotary_by_token(self.context), model.query_heads_per_group, model.head_dim)
         else:
             q, k, v = self._apart(qkv)
         again = "core_attn" in self.context.recomputed_modules
@@ -70,6 +73,24 @@ class _GroupsApart(Function):
         for part, gradient in zip(_groups(dqkv, queries, head_dim), gradients, strict=True):
             part.copy_(gradient)
         return dqkv, None, None
+
+
+class _CompiledTurnedApart(Function):
+    """`_TurnedApart` in one kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, head_dim: int) -> tuple[Tensor, ...]:
+        ctx.of = queries, head_dim
+        ctx.save_for_backward(cos, sin)
+        heads = turned_parts(_groups(qkv.detach(), queries, head_dim), cos, sin)
+        return tuple(part.flatten(2, 3).transpose(1, 2) for part in heads)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (queries, _), (cos, sin) = ctx.of, ctx.saved_tensors
+        groups = gradients[0].shape[1] // queries
+        parts = tuple(gradient.transpose(1, 2).unflatten(2, (groups, -1)) for gradient in gradients)
+        return joined_turned_back(parts, cos, sin).flatten(2), None, None, None, None
 
 
 class _TurnedApart(Function):

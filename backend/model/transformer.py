@@ -149,7 +149,9 @@ class Stage(nn.Module):
         losses_BS = self.head.losses(x_BSH, microbatch.targets)
         ahead = self.multi_token if self.training else None
         losses_BS = losses_BS if ahead is None else ahead.add_losses(losses_BS, x_BSH)
-        return losses_BS if microbatch.loss_scale == 1.0 else _ScaledBackward.apply(losses_BS, microbatch.loss_scale)
+        scale = microbatch.loss_scale
+        is_one = isinstance(scale, float) and scale == 1.0
+        return losses_BS if is_one else _ScaledBackward.apply(losses_BS, scale)
 
     def _offload(self) -> StageOffload | None:
         """What takes this forward's tensors to the host; None where none go, or nobody asks for them again."""
@@ -236,7 +238,7 @@ class _ScaledBackward(torch.autograd.Function):
     """x as it is, whose gradient is multiplied by a factor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float | Tensor) -> Tensor:
         ctx.factor = factor
         return x.view_as(x)
 

@@ -28,5 +28,6 @@ def make_numerics(plan: Plan, device: torch.device | str = "cpu", *, global_rank
     """`[numerics] mode` as operations of a rank on a device."""
     device, layout = torch.device(device), plan.layout
     if plan.numerics.mode == "fast":
-        return FastNumerics(device, torch.bfloat16 if plan.precision.gradient_dtype == "bf16" else torch.float32)
+        gradient_dtype = torch.bfloat16 if plan.precision.gradient_dtype == "bf16" else torch.float32
+        return FastNumerics(device, gradient_dtype, compiles=bool(plan.runtime.compile))
     return ExactNumerics(plan.leaf_sizes, device, cp=layout.cp, cp_rank=layout.coordinates(global_rank)["cp"])

@@ -14,6 +14,7 @@ from ...core.base.reduction import cut
 from ...core.program.expert_tokens import ExpertNodes
 from ..transport.base import Group
 from .base import Numerics, flatten, unflatten
+from .compiled import check_compiler
 from .contributions import Accumulator, Contribution
 from .copies import Copies
 from .expert_rows import FastExpertNumerics
@@ -29,11 +30,15 @@ class FastNumerics(FastExpertNumerics, Numerics):
 
     mode = "fast"
 
-    def __init__(self, device: torch.device, gradient_dtype: torch.dtype = torch.float32):
+    def __init__(self, device: torch.device, gradient_dtype: torch.dtype = torch.float32, *, compiles: bool = False):
         """`gradient_dtype` is the format in which gradients are summed over microbatches and sent;
-        ranks add them up in fp32."""
+        ranks add them up in fp32. With `compiles` layers compute what lies between products in compiled kernels.
+        Raises `PlanError` where there is no compiler for that."""
         super().__init__(device)
         self.gradient_dtype = gradient_dtype
+        self.compiles = compiles
+        if compiles:
+            check_compiler(device)
 
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
         return F.linear(x_BSF, weight_CF)

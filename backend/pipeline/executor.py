@@ -26,6 +26,7 @@ from ..base.recorder import Recorder
 from ..base.streams import Moment, now, wait_for
 from ..watch.watch import BACKWARD_LANE, Place, RankWatch
 from .activations import MemoryMeter
+from .graphs import StepGraphs
 from .messages import Clock, Lane, Mail, Mark, MessageChannel, lane_name, message_lanes
 from .overlap import PairRunner
 from .row_messages import RowMessages, RowOrder
@@ -124,6 +125,28 @@ class Pass:
         return self.meter.watch() if action is None else self.meter.during(action, compute=False)
 
 
+class Lanes(Protocol):
+    """What did a part of a row."""
+
+    @property
+    def spans(self) -> list[Span]:
+        """When each action began and ended."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A row, or what comes before its STEP, of which a device has been given everything."""
+
+    current: Pass
+    lanes: Sequence[Lanes]
+
+    def again(self, step: Callable[[dict[int, Tensor]], None] | None = None) -> Given:
+        """The same for one more replay, with today's STEP: times and losses lie where they lay before."""
+        current = self.current
+        trace = Trace([], current.trace.token_losses)
+        return replace(self, current=replace(current, trace=trace, times=list(current.times), step=step))
+
+
 class Executor:
     """Runs the row of one pipeline rank.
 
@@ -148,10 +171,12 @@ class Executor:
         pairs: PairRunner | None = None,
         weights: Mapping[int, StageWeights] | None = None,
         row_order: RowOrder | None = None,
+        graphs: StepGraphs | None = None,
     ):
         """`watch` shows others where the lanes are; there, pipeline ranks are called `global_rank_of(pp_rank)`. Without
         `pairs` the parts of a pair run one after the other. `weights` are needed for a row with UNSHARD and RESHARD.
-        With `row_order` the compute lane sends and receives itself, without lanes for messages."""
+        With `row_order` the compute lane sends and receives itself, without lanes for messages. With `graphs` a GPU is
+        given everything but STEP as one."""
         assert schedule.is_lowered
         self.row = tuple(schedule.row(pp_rank))
         self.forward_row = forward_only(self.row)
@@ -168,6 +193,7 @@ class Executor:
         self._pairs = pairs
         self._weights = weights or {}
         self._row_order = row_order
+        self._graphs = graphs
         self._unsharded = {action.stage for action in self.row if action.kind is Kind.UNSHARD}
         self._watch.walks(self.row)
 
@@ -187,29 +213,41 @@ class Executor:
         `microbatches[i]` is microbatch i of this rank. With `early` gradients are reduced as they become ready. A
         failure on any lane is raised here.
         """
-        current = Pass(
-            microbatches,
-            Mail(),
-            clock,
-            Trace(),
-            self._watch.place(total=len(self.row)),
-            meter=meter,
-            reduce_gradients=reduce_gradients,
-            step=step,
-            early=early,
-        )
-        if early is not None:
-            parts = (part for action in self.row for part in action.parts)
-            early.begin(current.mail, Counter(part.stage for part in parts if part.kind is Kind.F))
-        return self._walk(self.row, current)
+
+        def given(row: Sequence[Action], own: Sequence[Any]) -> Given:
+            place = self._watch.place(total=len(self.row))
+            current = Pass(
+                own, Mail(), clock, Trace(), place, meter=meter, reduce_gradients=reduce_gradients, step=step
+            )
+            current = replace(current, early=early)
+            if early is not None:
+                parts = (part for action in self.row for part in action.parts)
+                early.begin(current.mail, Counter(part.stage for part in parts if part.kind is Kind.F))
+            return self._give(row, current)
+
+        # who measures the memory of a step sees every operation of it: it is not replayed
+        if self._graphs is None or meter is not None:
+            return self._finished(given(self.row, microbatches))
+        *work, last = self.row
+        assert last.kind is Kind.STEP, f"{last} comes after STEP"
+        done = self._graphs.give("training", microbatches, functools.partial(given, work)).again(step)
+        self._step(last, done.current)
+        return self._finished(done)
 
     def evaluate(self, microbatches: Sequence[Any], *, clock: Clock) -> Trace:
         """The forwards of the row and their messages, without gradients."""
-        with torch.no_grad():
-            place = self._watch.place(total=len(self.forward_row))
-            return self._walk(self.forward_row, Pass(microbatches, Mail(), clock, Trace(), place))
 
-    def _walk(self, row: Sequence[Action], current: Pass) -> Trace:
+        def given(own: Sequence[Any]) -> Given:
+            place = self._watch.place(total=len(self.forward_row))
+            return self._give(self.forward_row, Pass(own, Mail(), clock, Trace(), place))
+
+        with torch.no_grad():
+            if self._graphs is None:
+                return self._finished(given(microbatches))
+            return self._finished(self._graphs.give("validation", microbatches, given).again())
+
+    def _give(self, row: Sequence[Action], current: Pass) -> Given:
+        """Gives the device all actions of a row."""
         mail = current.mail
         try:
             lanes = self._start_lanes(row, current)
@@ -235,7 +273,6 @@ class Executor:
                     self._compute(action, current)
             if messages is not None:
                 messages.settle()
-                current.trace.spans += messages.spans
             for name, lane in lanes.items():
                 current.place.waits("the end of the row", needs=f"lane {name}")
                 lane.finish()
@@ -244,13 +281,18 @@ class Executor:
             mail.fail(error)
             raise
         assert not current.saved, f"forwards without a backward: {sorted(current.saved)}"
+        return Given(current, (*lanes.values(), *(() if messages is None else (messages,))))
+
+    def _finished(self, given: Given) -> Trace:
+        """What is left of a walk, once the device is done with it."""
+        current = given.current
         current.clock.settle()
         seconds = current.clock.seconds
         current.trace.spans += [
             Span(self._global_rank, COMPUTE_LANE, action, seconds(start), seconds(end))
             for action, start, end in current.times
         ]
-        for lane in lanes.values():
+        for lane in given.lanes:
             current.trace.spans += lane.spans
         return current.trace
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...core.schedule.action import RECEIVES, SENDS, Action, Kind
 from ...core.schedule.placement import Placement
 from ...core.schedule.timeline import Span, message_lane
-from ..base.streams import Moment, now, take_over, wait_for
+from ..base.streams import Moment, capture_of, is_captured, now, take_over, wait_for
 from ..watch.watch import Place, RankWatch
 
 RECV_BUFFERS = 2
@@ -79,7 +79,8 @@ class Clock:
         """This time in the current stream."""
         if self.device.type != "cuda":
             return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        # in a captured step every replay has times of its own
+        event = torch.cuda.Event(enable_timing=True, external=is_captured(self.device))
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -241,6 +242,7 @@ class Lane:
         self.name = name
         self._times: list[tuple[Action, Mark, Mark]] = []
         self._permitted: list[Moment] = [None] * permits
+        self._begin = capture_of(clock.device)
         self._done: Moment = None
         self._actions = actions
         self._mail = mail
@@ -279,6 +281,7 @@ class Lane:
     def _run(self) -> None:
         try:
             with self._clock.own_stream(), torch.no_grad(), self._watch(None):
+                wait_for(self._begin, self._clock.device)
                 for number, action in enumerate(self._actions):
                     self._place.comes_to(number + 1)
                     self._place.waits(action)
@@ -290,8 +293,9 @@ class Lane:
                     with self._watch(action):
                         self._perform(action, prepared)
                     prepared = None  # what was sent is the peer's now
-                    self._done = now(self._clock.device)
-                    self._mail.notify(partial(self._times.append, (action, start, self._clock.mark())))
+                    end = self._clock.mark()
+                    self._done = now(self._clock.device)  # also after the mark, which a capture has to wait for
+                    self._mail.notify(partial(self._times.append, (action, start, end)))
                 self._place.done()
         except BaseException as error:
             self._mail.fail(error)

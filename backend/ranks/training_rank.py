@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -26,6 +26,7 @@ from ..base.host_copies import HostCopies
 from ..base.loss_scale import LossScale
 from ..base.observe import Observer
 from ..base.optimizer import Held, ShardedAdamW, clip_coefficient
+from ..base.shown_later import ShownLater
 from ..base.step_result import StepResult
 from ..base.streams import used_here
 from ..data_parallel.base import DataParallel
@@ -46,6 +47,7 @@ from ..model.transformer import Stage
 from ..numerics import Numerics, make_numerics
 from ..pipeline.activations import ActivationMeter, MemoryMeter
 from ..pipeline.executor import Executor
+from ..pipeline.graphs import StepGraphs
 from ..pipeline.messages import Clock, MessageChannel
 from ..pipeline.overlap import PairRunner
 from ..pipeline.row_messages import row_order_of
@@ -57,6 +59,7 @@ from ..transport.mesh import Direction, Mesh
 from ..transport.overlap import CommunicationLane
 from ..watch.halt import VALIDATION
 from .batches import Batches, whole_shape
+from .graphed import check_graphs
 from .joined import Joined
 from .live_memory import LiveMeter
 from .observation import Observation
@@ -80,7 +83,9 @@ class TrainingRank:
         model to other modules."""
         self.plan = plan
         self.transport = transport
-        self.observer = observer
+        graphed = check_graphs(plan, transport)
+        later = ShownLater(observer) if graphed and observer is not None else None
+        self.observer = observer = observer if later is None else later
         dp_rank = plan.layout.coordinates(transport.global_rank)["dp"]
         schedule = lower(schedule_for(plan, plan.microbatches_of(dp_rank)))
         self.baton = baton = Baton() if plan.runtime.ep_comm_overlap else None
@@ -131,6 +136,10 @@ class TrainingRank:
             plan, self.mesh, self.numerics, list(self.stages.values()), transport.recorder, modules=modules
         )
         self.clock = Clock(transport.device)
+        warmup_steps = plan.runtime.cuda_graph_warmup_steps
+        self.graphs = (
+            StepGraphs(transport.device, warmup_steps, state=self._host_state, observer=later) if graphed else None
+        )
         shape = (plan.batch.micro_size, last - first, plan.model.hidden_size)
         self.executor = Executor(
             schedule if joined is None else joined.schedule,
@@ -148,6 +157,7 @@ class TrainingRank:
             weights=observed(self.data_parallel, self.stages, observer if own_parts else None),
             pairs=PairRunner(transport.global_rank, baton, transport.device) if baton is not None else None,
             row_order=row_order_of(plan.runtime),
+            graphs=self.graphs,
         )
         self.loss_scale = LossScale.of(plan.precision)
         self.skips_not_finite = False
@@ -163,6 +173,11 @@ class TrainingRank:
         )
         # By stage the sums that `_early` or REDUCE_GRAD made, until STEP takes them.
         self._reduced: dict[int, Mapping[str, Tensor]] = {}
+
+    def _host_state(self) -> Callable[[], None]:
+        """What brings back the host's side of a walk, as it is now: which sums STEP takes. For replays of it."""
+        reduced = dict(self._reduced)
+        return lambda: self._reduced.update(reduced)
 
     def _line(self, joined: Joined | None, direction: Direction, peer: int, sending: bool) -> MessageChannel:
         """The line to a pipeline rank, or to another module."""

@@ -105,6 +105,7 @@ class LayerContext:
         self.recomputed_modules = recomputed_modules(plan)
         # Tables of rotary positions by name, made once.
         self._constants: dict[str, tuple[Tensor, Tensor]] = {}
+        self._places: Tensor | None = None
         # By tensor the cheap way to compute it again; None until a layer names one.
         self._sources: WeakIdKeyDictionary | None = None
         # How often a name was shown in the microbatch that runs: a module that is called twice shows two tensors.
@@ -198,7 +199,10 @@ class LayerContext:
 
     def places(self) -> Tensor:
         """int64 [s]: where in the sequence the tokens of this context-parallel rank lie."""
-        return to_device(context_positions(self.chunks.num_items, self.cp.size, self.cp.rank), self.numerics.device)
+        if self._places is None:  # once: the host makes it
+            places = context_positions(self.chunks.num_items, self.cp.size, self.cp.rank)
+            self._places = to_device(places, self.numerics.device)
+        return self._places
 
     def own_places(self) -> Tensor:
         """Those of `places` that this rank holds between the cut layers."""
@@ -227,8 +231,9 @@ class LayerContext:
 
     @property
     def constants(self) -> list[Tensor]:
-        """The tensors that `constant` has made so far."""
-        return [tensor for pair in self._constants.values() for tensor in pair]
+        """The tensors that `constant` and `places` have made so far."""
+        own = [] if self._places is None else [self._places]
+        return own + [tensor for pair in self._constants.values() for tensor in pair]
 
     @contextmanager
     def keeping(self, retained: Retained) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ..base.autograd import Function
 from ..numerics.fast import FastNumerics
 from ..numerics.token_product import InterleavedProduct
+from .compiled_gate import gated_backward, gated_forward
 from .linear import ColumnParallelLinear, Source, column_backward
 
 NUM_PARTS = 2
@@ -45,12 +46,23 @@ def gated(layer: ColumnParallelLinear, x_BSF: Tensor) -> Tensor:
     y_BSC = _Gated.apply(x_BSF, layer, context.source_of(x_BSF), for_backward)
     if not _is_repeated(layer):
         return y_BSC
-    (gate, up), (activate, _) = map(context.keep, for_backward), ACTIVATIONS[context.model.activation]
-    return context.can_repeat(y_BSC, lambda: activate(gate()) * up(), f"{layer.name}.activation")
+    (gate, up), activation = map(context.keep, for_backward), context.model.activation
+    activate, _ = ACTIVATIONS[activation]
+    is_compiled = _is_compiled(layer)
+    return context.can_repeat(
+        y_BSC,
+        lambda: gated_forward(gate(), up(), activation) if is_compiled else activate(gate()) * up(),
+        f"{layer.name}.activation",
+    )
 
 
 def _is_repeated(layer: ColumnParallelLinear) -> bool:
     return "mlp_act" in layer.context.recomputed_modules
+
+
+def _is_compiled(layer: ColumnParallelLinear) -> bool:
+    numerics = layer.context.numerics
+    return isinstance(numerics, FastNumerics) and numerics.compiles
 
 
 class _Gated(Function):
@@ -62,19 +74,27 @@ class _Gated(Function):
         ctx.layer, ctx.microbatch, ctx.source, ctx.add_bias = layer, layer.context.microbatch, source, False
         activate, _ = ACTIVATIONS[layer.context.model.activation]
         gate, up = _project(layer, layer.gather(x_BSF))
+        inputs = [] if source is not None else [x_BSF]
+        if _is_compiled(layer):
+            for_backward += gate, up
+            ctx.save_for_backward(*inputs, gate, up)
+            return gated_forward(gate, up, layer.context.model.activation)
         activated, again = activate(gate), _is_repeated(layer)
         if again:
             for_backward += gate, up
-        ctx.save_for_backward(*([] if source is not None else [x_BSF]), gate, up, *([] if again else [activated]))
+        ctx.save_for_backward(*inputs, gate, up, *([] if again else [activated]))
         return activated * up
 
     @staticmethod
     def backward(ctx: Any, dy_BSC: Tensor) -> tuple[Tensor, None, None, None]:
         layer, (gate, up, *activated) = ctx.layer, ctx.saved_tensors[ctx.source is None :]
         activate, gradient = ACTIVATIONS[layer.context.model.activation]
-        d_NBSC = gate.new_empty(NUM_PARTS, *gate.shape)
-        gradient.grad_input(dy_BSC * up, gate, grad_input=d_NBSC[0])
-        torch.mul(dy_BSC, activated[0] if activated else activate(gate), out=d_NBSC[1])
+        if _is_compiled(layer):
+            d_NBSC = gated_backward(dy_BSC, gate, up, layer.context.model.activation)
+        else:
+            d_NBSC = gate.new_empty(NUM_PARTS, *gate.shape)
+            gradient.grad_input(dy_BSC * up, gate, grad_input=d_NBSC[0])
+            torch.mul(dy_BSC, activated[0] if activated else activate(gate), out=d_NBSC[1])
 
         def weight_gradient(d_NBSC: Tensor, x_BSF: Tensor) -> InterleavedProduct:
             layer.context.recorder.product(*layer.shard.storage.shape, x_BSF.shape[0] * x_BSF.shape[1])

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ...core.layout.stage_parameters import Usage
 from ..base.autograd import Function
 from ..gradients.parameter import Shard
-from ..numerics import Contribution
+from ..numerics import Contribution, FastNumerics, Numerics
+from .compiled_norm import layer_backward, layer_forward, rms_backward, rms_forward
 from .context import LayerContext
 
 
@@ -35,8 +36,14 @@ class Norm(nn.Module):
         self.bias, self.bias_usage = (
             context.shard(f"{name}.bias") if context.model.norm == "layernorm" else (None, None)
         )
-        of_squares = _RmsNorm if context.numerics.mode == "exact" else _FastRmsNorm
-        self._function = of_squares if self.bias is None else _LayerNorm
+        self._function = self._chosen(context.numerics)
+
+    def _chosen(self, numerics: Numerics) -> type[Function]:
+        """What computes the norm."""
+        if isinstance(numerics, FastNumerics) and numerics.compiles:
+            return _CompiledRmsNorm if self.bias is None else _CompiledLayerNorm
+        of_squares = _RmsNorm if numerics.mode == "exact" else _FastRmsNorm
+        return of_squares if self.bias is None else _LayerNorm
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         y_BSH = self._function.apply(x_BSH, self)
@@ -154,3 +161,41 @@ class _FastRmsNorm(Function):
         work = (lambda: backward(False, True, False)[1]) if later else lambda: gradient
         layer.context.submit(layer.name, [(layer.weight_usage, work)], ctx.microbatch)
         return dx_BSH.to(dtype), None
+
+
+class _CompiledRmsNorm(Function):
+    """As `_RmsNorm`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
+        ctx.layer, ctx.microbatch = layer, layer.context.microbatch
+        y_BSH, rstd = rms_forward(x_BSH.detach(), layer.weight.operand, layer.eps)
+        ctx.save_for_backward(x_BSH, rstd)
+        return y_BSH
+
+    @staticmethod
+    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
+        (x_BSH, rstd), layer = ctx.saved_tensors, ctx.layer
+        dx_BSH, dweight = rms_backward(dy_BSH.contiguous(), x_BSH.detach(), rstd, layer.weight.operand)
+        layer.context.submit(layer.name, [(layer.weight_usage, lambda: dweight)], ctx.microbatch)
+        return dx_BSH, None
+
+
+class _CompiledLayerNorm(Function):
+    """As `_LayerNorm`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
+        assert layer.bias is not None
+        ctx.layer, ctx.microbatch = layer, layer.context.microbatch
+        y_BSH, mean, rstd = layer_forward(x_BSH.detach(), layer.weight.operand, layer.bias.operand, layer.eps)
+        ctx.save_for_backward(x_BSH, mean, rstd)
+        return y_BSH
+
+    @staticmethod
+    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
+        (x_BSH, mean, rstd), layer = ctx.saved_tensors, ctx.layer
+        dx_BSH, dweight, dbias = layer_backward(dy_BSH.contiguous(), x_BSH.detach(), mean, rstd, layer.weight.operand)
+        work = [(layer.weight_usage, lambda: dweight), (layer.bias_usage, lambda: dbias)]
+        layer.context.submit(layer.name, work, ctx.microbatch)
+        return dx_BSH, None

@@ -68,6 +68,10 @@ class Runtime(Bounded, section="runtime"):
         "the kernels of an action are launched as one",
         default=None,
         default_note="as the profile",
+        more=(
+            "Our own backend captures the forwards and backwards of a step as one graph, on GPUs with NCCL, and STEP "
+            "stays outside of it."
+        ),
         read_by="simulator.stack.profiles",
     )
     ep_comm_overlap: bool | None = option(
@@ -104,6 +108,14 @@ class Runtime(Bounded, section="runtime"):
         read_by="simulator.stack.profiles",
     )
     _: KW_ONLY
+    cuda_graph_warmup_steps: int = option(
+        "steps that are run kernel by kernel before one is captured",
+        default=3,
+        minimum=1,
+        bound=SEQUENCES,
+        more="As many passes over held-out data come before theirs is captured.",
+        read_by="backend.ranks.training_rank",
+    )
     scatter_gather: bool | None = option(
         "messages that all tp ranks hold cross nodes in tp parts",
         default=None,

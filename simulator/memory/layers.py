@@ -335,13 +335,14 @@ def _activated(
 ) -> Iterator[Node]:
     """The activation, which keeps its input, and the down-product, which keeps the activation's output.
 
-    Eager operations keep the activated gate too. `modules` recompute all; `mlp_act` and `moe_act` only
-    what the activation makes.
+    Eager operations keep the activated gate too, a compiled MLP does not. `modules` recompute all; `mlp_act` and
+    `moe_act` only what the activation makes.
     """
     units = tokens * tensors.held(activation.makes)
     up, out = tokens * tensors.held(activation.takes) * tensors.element, units * tensors.operand
     mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout and name == "mlp" else 0
-    gate = units * tensors.element if tensors.profile.eager and tensors.plan.model.gated else 0
+    eager = tensors.profile.eager and not (name == "mlp" and tensors.plan.runtime.compile)
+    gate = units * tensors.element if eager and tensors.plan.model.gated else 0
     alone = "moe_act" if name == "experts" else "mlp_act"
     drops = (*((module, up + gate) for module in modules), (alone, gate))
     yield Node(f"{name}.activation", up + gate, up, transient, forward_bytes=units * tensors.element, drops=drops)

@@ -23,6 +23,9 @@ from .tensors import LayerTensors, rotary_table_bytes
 MASTER_BYTES = 4
 """An fp32 copy of the weights, where weights are 16 bits."""
 
+TOKEN_BYTES = 8
+"""An id of a token: int64."""
+
 LAYERS_IN_FLIGHT = 2
 """Layers whose gathered weights or unreduced gradients a ZeRO-3 (or 2) rank holds: the one in use and its neighbour."""
 
@@ -108,7 +111,16 @@ def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *
     if profile.placeholder_gradients:
         shapes = {shape for content in contents for shape in _stage_shapes(plan, profile, content.stage)}
         total += weight_bytes(plan.precision.dtype) * sum(rows * columns for rows, columns in shapes)
+    if plan.runtime.cuda_graphs:
+        total += graph_input_bytes(plan)
     return total
+
+
+def graph_input_bytes(plan: Plan) -> int:
+    """Tokens and targets, and the documents they belong to, of all microbatches of a step, where captured graphs read
+    them (`backend.pipeline.graphs`). A graph's pool is counted as the activations that lie in it."""
+    tokens = plan.num_microbatches * plan.batch.micro_size * plan.batch.sequence // plan.layout.cp
+    return tokens * (2 + plan.train.packed) * TOKEN_BYTES
 
 
 def padded_elements(plan: Plan, profile: MemoryProfile, stage: int) -> Held:

@@ -148,7 +148,10 @@ def prove(
     if problems := [of_part(part, each) for part in plan.parts for each in unknown_ids(part)]:
         raise PlanError(problems)  # before a twin has another vocabulary
     small: AnyPlan
-    small, changes = twin(plan, most_ranks) if isinstance(plan, Plan) else provable(plan, unsupported(plan))
+    if isinstance(plan, Plan):
+        small, changes = twin(plan, most_ranks, captures=transport == "nccl")
+    else:
+        small, changes = provable(plan, unsupported(plan))
     if fault is not None:
         fault.check(only_model(small, "--inject"))
     if device == "cuda":
@@ -170,7 +173,10 @@ def prove(
         "weights of one device"
     )
     fast = replace(
-        small, numerics=replace(small.numerics, mode="fast"), precision=replace(small.precision, gradient_dtype=None)
+        small,
+        numerics=replace(small.numerics, mode="fast"),
+        precision=replace(small.precision, gradient_dtype=None),
+        runtime=replace(small.runtime, compile=plan.runtime.compile),
     )
     if plan.data_parallel.library == "torch" and transport != "memory":
         own = replace(fast, data_parallel=plan.data_parallel, schedule=replace(fast.schedule, max_active_stages=None))

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...backend.trainer import usual_transport
+from ...backend.unsupported import unsupported_graphs
 from ...core.base.divisors import divisors
 from ...core.base.errors import PlanError
 from ...core.layout.layout import Layout
@@ -86,13 +87,14 @@ def proof_transport(plan: AnyPlan) -> TransportName:
     return "memory" if is_of_threads else usual_transport(plan)
 
 
-def twin(plan: Plan, most_ranks: int = MAX_WORLD_SIZE) -> tuple[Plan, list[str]]:
+def twin(plan: Plan, most_ranks: int = MAX_WORLD_SIZE, *, captures: bool = False) -> tuple[Plan, list[str]]:
     """A plan that this host can run and that proves the same thing, and one sentence per change; the plan
     itself and [] if it can run.
 
     Layouts of more than `most_ranks` ranks shrink to `MAX_WORLD_SIZE`; others stay, whatever becomes of the model.
+    Steps are captured as graphs where ranks can do that (`captures`).
     """
-    supported, changes = _supported(plan)
+    supported, changes = _supported(plan, captures=captures)
     if not _too_large(supported, most_ranks):
         return supported, changes
     small = _shrink(supported, most_ranks)
@@ -104,7 +106,7 @@ def _too_large(plan: Plan, most_ranks: int) -> bool:
     return plan.layout.world_size > most_ranks or count_parameters(plan.model) > MAX_PARAMETERS or work > MAX_STEP_FLOPS
 
 
-def _supported(plan: Plan) -> tuple[Plan, list[str]]:
+def _supported(plan: Plan, *, captures: bool) -> tuple[Plan, list[str]]:
     """The plan with everything the backend does not run replaced by what it runs, and why."""
     changes: list[str] = []
     cluster = plan.cluster
@@ -151,10 +153,16 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
             "data_parallel.library torch -> shardproof in exact numerics: fully_shard adds in its collectives' order."
         )
     runtime = plan.runtime
-    if runtime.cuda_graphs or runtime.compile or runtime.launch_blocking or runtime.fused_loss or runtime.dropout:
+    graphs = None if not captures or any(wrong for wrong, _, _ in unsupported_graphs(plan)) else runtime.cuda_graphs
+    if runtime.cuda_graphs and not graphs:
         changes.append(
-            "[runtime] graphs and compile -> none: the backend launches every kernel itself, one after another."
+            "runtime.cuda_graphs true -> none: ranks that compute on the processor, or whose layers ask the host, "
+            "launch every kernel themselves."
         )
+    if runtime.compile:
+        changes.append("runtime.compile true -> none in exact numerics: a compiled kernel has bits of its own.")
+    if runtime.launch_blocking or runtime.fused_loss or runtime.dropout:
+        changes.append("[runtime] launch_blocking, fused_loss and dropout -> none: they are modelled, not run.")
     if dtype not in cluster.peak_flops_per_s:
         changes.append(f"cluster {cluster.name} -> this-host: it has no rate for {dtype}.")
         cluster = cluster_preset("this-host", layout.world_size)
@@ -164,7 +172,7 @@ def _supported(plan: Plan) -> tuple[Plan, list[str]]:
             cluster=cluster,
             layout=layout,
             runtime=replace(
-                plan.runtime, cuda_graphs=None, compile=None, launch_blocking=None, fused_loss=None, dropout=None
+                plan.runtime, cuda_graphs=graphs, compile=None, launch_blocking=None, fused_loss=None, dropout=None
             ),
             data_parallel=data_parallel,
             schedule=schedule,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from ...backend.pipeline import executor, messages
 from ...backend.ranks import training_rank
 from ...backend.tensor_parallel import data
 from ...backend.transport import overlap, process_group
-from .order_changes import ORDER_CHANGES
 
 
 @dataclass(frozen=True)
@@ -202,15 +200,7 @@ CHANGES = (
 )
 
 
-def changed(what: str, global_rank: int) -> Callable[[], None]:
-    """Makes the change of that name in the process of a rank. Raises `KeyError`."""
-    if what in ORDER_CHANGES:
-        return functools.partial(ORDER_CHANGES[what].make, global_rank)
-    change = {each.what: each for each in CHANGES}[what]
-    return lambda: setattr(change.owner, change.name, change.changed)
-
-
-_TOP = """
+TOP = """
 [model]
 preset = "tiny-gpt"
 {model}
@@ -232,22 +222,22 @@ mode = "exact"
 [train]
 steps = 2
 """
-_EARLY = "overlap_grad_reduce = true\nbucket_bytes = 20000"
+EARLY = "overlap_grad_reduce = true\nbucket_bytes = 20000"
 
 PLANS = {
-    "tp2-pp2": _TOP.format(model="", ranks=4, layout="tp = 2\npp = 2", data=""),
-    "dp2-zero1": _TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data=_EARLY),
-    "dp2-zero3": _TOP.format(model="", ranks=2, layout="dp = 2\nzero = 3", data=""),
-    "ep2": _TOP.format(
+    "tp2-pp2": TOP.format(model="", ranks=4, layout="tp = 2\npp = 2", data=""),
+    "dp2-zero1": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data=EARLY),
+    "dp2-zero3": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 3", data=""),
+    "ep2": TOP.format(
         model="num_experts = 4\nexperts_per_token = 2\nexpert_bias = true", ranks=2, layout="dp = 2\nep = 2", data=""
     ),
-    "tp2-overlap": _TOP.format(model="", ranks=2, layout="tp = 2\nsequence_parallel = true", data="").replace(
+    "tp2-overlap": TOP.format(model="", ranks=2, layout="tp = 2\nsequence_parallel = true", data="").replace(
         "[train]", "[runtime]\ntp_comm_overlap = true\n[train]"
     ),
-    "tp2-offload": _TOP.format(model="num_layers = 4", ranks=2, layout="tp = 2", data="").replace(
+    "tp2-offload": TOP.format(model="num_layers = 4", ranks=2, layout="tp = 2", data="").replace(
         "[train]", "[offload]\nactivations = 3\noptimizer = 1.0\n[train]"
     ),
-    "pairs-offload": _TOP.format(model="num_layers = 8", ranks=4, layout="tp = 2\npp = 2\nvpp = 2", data="")
+    "pairs-offload": TOP.format(model="num_layers = 8", ranks=4, layout="tp = 2\npp = 2\nvpp = 2", data="")
     .replace("global = 4", "global = 8")
     .replace(
         "[train]",

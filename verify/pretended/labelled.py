@@ -74,6 +74,19 @@ class LabelledRecorder(Recorder):
         pretended().pretended_label(" ".join(filter(None, [str(action or ""), layer])).encode())
 
 
+def _change(what: str, global_rank: int) -> None:
+    """Makes a change of that name in the process of a rank. Raises `KeyError`."""
+    from .changes import CHANGES
+    from .graph_changes import GRAPH_CHANGES
+    from .order_changes import ORDER_CHANGES
+
+    if what in ORDER_CHANGES:
+        ORDER_CHANGES[what].make(global_rank)
+        return
+    change = {each.what: each for each in (*CHANGES, *GRAPH_CHANGES)}[what]
+    setattr(change.owner, change.name, change.changed)
+
+
 def note(kind: str, what: str) -> None:
     """A line of the log that is no work of a stream."""
     pretended().pretended_write(kind.encode(), 0, what.encode(), b"", b"")
@@ -119,9 +132,7 @@ def _begin(transport: Transport, recorder: Recorder) -> None:
     transport.recorder = recorder
     note("rank", str(transport.global_rank))
     if name := os.environ.get(CHANGE_VARIABLE):
-        from .changes import changed
-
-        changed(name, transport.global_rank)()
+        _change(name, transport.global_rank)
 
 
 def _say_groups() -> None:

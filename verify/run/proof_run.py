@@ -113,6 +113,8 @@ def one_device(plan: AnyPlan) -> AnyPlan:
             ep_comm_overlap=None,
             p2p_overlap=None,
             p2p_batched=None,
+            cuda_graphs=None,
+            compile=None,
             trim_padding=False,
         ),
         schedule=ScheduleChoice("1F1B"),
@@ -247,7 +249,9 @@ def _hold_routing(rank: Any, start: Mapping[Key, StoredValues]) -> None:
 
     def chooses_by(router: Router) -> Callable[[Any], Any]:
         def logits(microbatch: Microbatch) -> object:
-            step, phase = (EVALUATED_BEFORE - 1, HELD_OUT) if microbatch.step is None else (microbatch.step, ACTIVATION)
+            of_step = microbatch.step
+            assert of_step is None or isinstance(of_step, int), "steps with experts are not captured"
+            step, phase = (EVALUATED_BEFORE - 1, HELD_OUT) if of_step is None else (of_step, ACTIVATION)
             samples = range(microbatch.first_sample, microbatch.first_sample + len(microbatch.tokens))
             whole = torch.stack(
                 [torch.from_numpy(start[Key(step, phase, router.name, sample)].load()) for sample in samples]

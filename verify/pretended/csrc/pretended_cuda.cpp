@@ -16,6 +16,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -59,9 +62,12 @@ c10::DeviceIndex num_devices() {
   return asked ? std::min(std::atoi(asked), MOST_DEVICES) : 8;
 }
 
+#include "captures.h"
+
 struct Memory {
   int64_t id;
   void* data;
+  std::shared_ptr<Pool> pool;  // none outside of captures
 };
 
 std::unordered_map<const void*, int64_t> memories;  // by where they begin; under `mutex`
@@ -73,20 +79,31 @@ void release_as(const char* kind, void* context) {
     std::lock_guard<std::mutex> held(mutex);
     memories.erase(memory->data);
   }
-  std::free(memory->data);
+  {
+    std::lock_guard<std::recursive_mutex> held(graph_mutex);
+    live.erase(memory->id);
+    places.erase(memory->id);
+    if (memory->pool) memory->pool->blocks.at(memory->id).freed = true;
+  }
+  if (!memory->pool) std::free(memory->data);
   delete memory;
 }
 
 void release(void* context) { release_as("free", context); }
 void release_host(void* context) { release_as("free host", context); }
 
-Memory* allocate_as(const char* kind, size_t num_bytes) {
+Memory* allocate_as(const char* kind, size_t num_bytes, std::shared_ptr<Pool> pool = nullptr) {
   void* data = nullptr;
   if (posix_memalign(&data, 64, num_bytes ? num_bytes : 1)) throw std::bad_alloc();
-  auto* memory = new Memory{num_memories++, data};
+  auto* memory = new Memory{num_memories++, data, pool};
   {
     std::lock_guard<std::mutex> held(mutex);
     memories[data] = memory->id;
+  }
+  {
+    std::lock_guard<std::recursive_mutex> held(graph_mutex);
+    live.insert(memory->id);
+    places[memory->id] = {data, num_bytes};
   }
   write(kind, here(), std::to_string(memory->id), "", std::to_string(num_bytes));
   return memory;
@@ -94,7 +111,12 @@ Memory* allocate_as(const char* kind, size_t num_bytes) {
 
 struct PretendedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
-    auto* memory = allocate_as("allocate", num_bytes);
+    auto* graph = capture_of(here(), "an allocation");
+    auto* memory = allocate_as("allocate", num_bytes, graph ? graph->pool : nullptr);
+    if (graph) {
+      std::lock_guard<std::recursive_mutex> held(graph_mutex);
+      graph->pool->blocks[memory->id] = {memory->data, num_bytes, graph->id, false};
+    }
     return {memory->data, memory, &release, c10::Device(c10::kCUDA, own_device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -154,21 +176,47 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
   void record(void** event, const S& on, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new int64_t(0);
-    *static_cast<int64_t*>(*event) = num_events++;
-    write("record", on.id(), std::to_string(*static_cast<int64_t*>(*event)));
+    auto id = *static_cast<int64_t*>(*event) = num_events++;
+    if (num_captures) {
+      std::lock_guard<std::recursive_mutex> held(graph_mutex);
+      auto found = captured_streams.find(on.id());
+      if (found != captured_streams.end()) captured_events[id] = {found->second->id, found->second->clocks[on.id()]};
+    }
+    write("record", on.id(), std::to_string(id));
   }
   void block(void* event, const S& on) const override {
-    if (event) write("wait", on.id(), std::to_string(*static_cast<int64_t*>(event)));
+    if (!event) return;
+    joins(*static_cast<int64_t*>(event), on.id());
+    write("wait", on.id(), std::to_string(*static_cast<int64_t*>(event)));
+  }
+  // A stream that waits for an event of a capture takes part in it; one that takes part waits for no other.
+  static void joins(int64_t event, int64_t stream) {
+    std::lock_guard<std::recursive_mutex> held(graph_mutex);
+    auto known = captured_events.find(event);
+    auto part = captured_streams.find(stream);
+    if (known == captured_events.end()) {
+      if (part == captured_streams.end()) return;
+      part->second->failed = true;
+      TORCH_CHECK(false, "a stream of a capture waits", label.empty() ? "" : " in ", label, " for what was recorded outside of it");
+    }
+    auto found = graphs.find(known->second.first);
+    TORCH_CHECK(found != graphs.end() && !found->second->ended, "stream ", stream, " waits for an event of a capture that is over");
+    if (part == captured_streams.end()) captured_streams[stream] = found->second.get();
+    for (auto [of, number] : known->second.second) {
+      auto& own = found->second->clocks[stream][of];
+      own = std::max(own, number);
+    }
   }
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<int64_t*>(event); }
   void synchronizeEvent(void* event) const override {
+    no_wait("for an event");
     if (event) host_waits("host waits for event", here(), std::to_string(*static_cast<int64_t*>(event)));
   }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
   bool queryStream(const S&) const override { return true; }
-  void synchronizeStream(const S& on) const override { host_waits("host waits for stream", on.id(), ""); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { host_waits("host waits for device", here(), ""); }
+  void synchronizeStream(const S& on) const override { no_wait("for a stream"); host_waits("host waits for stream", on.id(), ""); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { no_wait("for the device"); host_waits("host waits for device", here(), ""); }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const S& on) const override {
     if (pointer.get_deleter() == &release) write("record_stream", on.id(), std::to_string(static_cast<Memory*>(pointer.get_context())->id));
   }
@@ -235,12 +283,20 @@ bool waits_by_itself(const std::string& name, const std::vector<c10::IValue>& gi
   static const std::set<std::string> always = {"aten::nonzero", "aten::masked_select", "aten::bincount", "aten::equal", "aten::_unique", "aten::_unique2",
                                                "aten::unique_dim", "aten::unique_consecutive", "aten::is_nonzero", "aten::histc"};
   if (always.count(name)) return true;
-  if (name == "aten::repeat_interleave") return given.size() == 2 && given[1].isNone();
+  if (name == "aten::repeat_interleave") return given.size() < 2 || !given.back().isInt();
   if (name != "aten::index" && name != "aten::index_put_" && name != "aten::_index_put_impl_") return false;
   if (given.size() < 2 || !given[1].isOptionalTensorList()) return false;
   for (const std::optional<at::Tensor>& each : given[1].toOptionalTensorList())
     if (each && (each->scalar_type() == at::kBool || each->scalar_type() == at::kByte)) return true;
   return false;
+}
+
+// The values that an operator was given, for its replays: memory of devices as it is then, numbers of the host as they are now.
+std::vector<c10::IValue> kept(const std::vector<c10::IValue>& given, const std::vector<c10::IValue>& values) {
+  auto found = values;
+  for (size_t i = 0; i < given.size(); i++)
+    if (given[i].isTensor() && given[i].toTensor().defined() && !given[i].toTensor().is_cuda()) found[i] = given[i].toTensor().clone();
+  return found;
 }
 
 // The kernel of every operator that has none of its own: that of the CPU, on the same memory.
@@ -281,6 +337,14 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   }
   On on(place);
   std::vector<c10::IValue> aliases(stack->begin() + first, stack->end());
+  auto* graph = capture_of(here(), schema.name());
+  std::vector<c10::IValue> again;
+  if (graph) {
+    if (waits_by_itself(schema.name(), given)) no_wait(schema.name());
+    begins(graph, writes);
+    again = kept(given, aliases);
+  }
+  std::vector<std::pair<size_t, at::Tensor>> results, resized;  // by place among what is returned, and among what was given
   op.callBoxed(stack);
   for (size_t i = 0; i < count; i++) {  // results that the kernel has made larger
     const auto* alias = schema.arguments()[i].alias_info();
@@ -289,6 +353,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     if (target.sizes() == result.sizes()) continue;
     resize_(target, result.sizes(), std::nullopt);
     if (result.numel()) on_cpu(target).copy_(result);
+    resized.emplace_back(i, on_cpu(target));
   }
   const auto returns = schema.returns().size();
   const auto begin = stack->size() - returns;
@@ -312,9 +377,11 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     } else if (value.isTensor()) {
       value = as_cuda(value.toTensor());
       writes.push_back(memory_of(value.toTensor()));
+      if (value.toTensor().defined()) results.emplace_back(i, on_cpu(value.toTensor()));
     } else if (value.isTensorList() && !alias) {
       c10::List<at::Tensor> list;
       for (const at::Tensor& each : value.toTensorList()) {
+        TORCH_CHECK(!graph, schema.name(), " makes a list of tensors, which captures of pretended CUDA do not know");
         auto made = as_cuda(each);
         writes.push_back(memory_of(made));
         list.push_back(made);
@@ -322,11 +389,34 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
       value = list;
     }
   }
+  if (graph && (!writes.empty() || !results.empty())) {
+    auto run = [op, again, results, resized, name = schema.name()]() {
+      auto values = again;
+      auto arguments = again;
+      op.callBoxed(&values);
+      for (auto& [i, target] : results) {
+        const auto& made = values[i].toTensor();
+        TORCH_CHECK(made.sizes() == target.sizes(), name, " has another result than when it was captured: ", made.sizes(), ", not ", target.sizes());
+        if (target.numel()) at::Tensor(target).copy_(made);
+      }
+      for (auto& [i, target] : resized)
+        if (target.numel()) at::Tensor(target).copy_(arguments[i].toTensor());
+    };
+    notes(graph, here(), reads, writes, {run, 0, schema.name() + (label.empty() ? "" : " in ") + label});
+  }
   write("op", here(), schema.name(), joined(reads), joined(writes));
   if (place && waits_by_itself(schema.name(), given)) host_waits("host waits for stream", here(), schema.name());
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  if (auto* graph = capture_of(here(), "aten::copy_")) {
+    // a replay would copy what lies there then: page-locked memory stays where it is
+    const auto& of_host = self.is_cuda() ? source : self;
+    if (!of_host.is_cuda() && !(non_blocking && is_pinned(of_host))) no_wait("a copy between host and device");
+    begins(graph, {memory_of(self)});
+    notes(graph, here(), {memory_of(source)}, {memory_of(self)},
+          {[to = on_cpu(self), from = on_cpu(source)]() { at::Tensor(to).copy_(from); }, 0, "aten::copy_" + std::string(label.empty() ? "" : " in ") + label});
+  }
   on_cpu(self).copy_(on_cpu(source));
   write("op", here(), "aten::copy_", joined({memory_of(source)}), joined({memory_of(self)}));
   // a copy between host and device is waited for unless it need not be and can be without: then what is pageable is copied on the way to the device
@@ -336,6 +426,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
+  no_wait("a number for the host");
   write("op", here(), "aten::_local_scalar_dense", joined({memory_of(self)}), "");
   host_waits("host waits for stream", here(), "a number for the host");
   return at::_local_scalar_dense(on_cpu(self));
@@ -421,3 +512,5 @@ void pretended_flush() {
   if (file) std::fflush(file);
 }
 }
+
+#include "replays.h"

@@ -1,0 +1,169 @@
+"""Steps that are captured and replayed on pretended CUDA: bits of one device; and what is made wrong is found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardproof.core.base.errors import InternalError
+from shardproof.core.plan.plan import Plan
+from shardproof.verify.pretended.environment import environment
+from shardproof.verify.pretended.examine import examined
+from shardproof.verify.pretended.graph_changes import BITS, GRAPH_CHANGES, GRAPH_PLANS
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None,
+    reason="needs a C++ compiler",
+)
+
+CAPTURES = """
+import torch
+x, other = torch.arange(6.0, device="cuda"), torch.cuda.Stream()
+w = torch.ones(6, device="cuda", requires_grad=True)
+torch.autograd.set_multithreading_enabled(False)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+    y = torch.nn.functional.silu(x) * w
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        z = torch.cat([y.detach(), x])[1:] * 2
+        w.detach()[:1].fill_(7)
+    torch.cuda.current_stream().wait_stream(other)
+    (gradient,) = torch.autograd.grad(y.sum(), w)
+assert y.isnan().all() and w[0] == 1  # a device does nothing while it is captured
+for value in (1.0, 2.0):
+    x.fill_(value)
+    graph.replay()
+    expected = torch.nn.functional.silu(torch.full((6,), value))
+    assert gradient.tolist() == expected.tolist() and z[5] == 2 * value and w[0] == 7
+    w.data.fill_(1)
+
+def refused(work, why):
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
+            work()
+    except RuntimeError as error:
+        assert why in str(error), error
+    else:
+        raise AssertionError(f"not refused: {why}")
+
+def elsewhere():
+    with torch.cuda.stream(other):
+        x + 1
+
+def alone():
+    other.wait_stream(torch.cuda.current_stream())
+    elsewhere()
+
+before = torch.cuda.current_stream().record_event()
+refused(lambda: x.sum().item(), "a number for the host")
+refused(lambda: x.cpu(), "a copy between host and device")
+refused(lambda: torch.tensor([1.0], device="cuda"), "a copy between host and device")
+refused(lambda: x[x > 1], "the host waits: aten::nonzero")
+refused(lambda: torch.cuda.synchronize(), "the host waits: for the device")
+refused(elsewhere, "no part of the capture")
+refused(alone, "aten::add on stream 1 is not waited for at the end of the capture")
+refused(lambda: torch.cuda.current_stream().wait_event(before), "recorded outside of it")
+del x
+try:
+    graph.replay()
+except RuntimeError as error:
+    assert "let go of since" in str(error), error
+else:
+    raise AssertionError("a graph read memory that is gone")
+print("right")
+"""
+
+PLAN = """
+[model]
+preset = "tiny-gpt"
+num_layers = 1
+{model}
+[cluster]
+preset = "this-host"
+num_devices = 1
+[batch]
+global = 2
+micro = 1
+sequence = 32
+[precision]
+dtype = "{dtype}"
+[numerics]
+mode = "fast"
+gradient_token_block = 8
+reduction_token_block = 8
+[runtime]
+cuda_graphs = true
+{runtime}
+[train]
+{train}
+"""
+
+ONE_RANK = """
+import sys, torch
+from shardproof.core.plan.plan import Plan
+from shardproof.verify.doctor.gpu_graphs import replayed
+for text in sys.stdin.read().split("====="):
+    found = replayed(Plan.from_toml(text), torch.device("cuda:0"))
+    print(found.different, found.captures["training"], found.captures["validation"])
+"""
+
+
+def run(tmp_path: Path, code: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    env = dict(environment(tmp_path))
+    return subprocess.run([sys.executable, "-c", code], env=env, input=text, capture_output=True, text=True)
+
+
+def test_captures_and_replays_of_pretended_cuda_are_those_of_a_device(tmp_path: Path) -> None:
+    done = run(tmp_path, CAPTURES)
+    assert done.stdout == "right\n", done.stderr
+
+
+def trimmed(tmp_path: Path) -> str:
+    """A plan whose microbatches have other shapes in every step."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):  # of 8, 16, 24, 32 tokens and more
+        (texts / f"{number}.txt").write_text("ab" * (4 + 4 * (number % 5)))
+    return PLAN.format(
+        model="",
+        dtype="fp32",
+        runtime="trim_padding = true",
+        train=f'padded = true\nignore_token = 0\ndata = "{texts}"',
+    )
+
+
+def test_replayed_steps_have_the_bits_of_others_and_new_shapes_are_captured_anew(tmp_path: Path) -> None:
+    drops = PLAN.format(model="hidden_dropout = 0.1", dtype="fp16", runtime="", train="")
+    done = run(tmp_path, ONE_RANK, f"{drops}====={trimmed(tmp_path)}")
+    assert done.stdout.splitlines() == ["() 1 1", "() 3 1"], done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_a_graph_that_is_not_captured_anew_is_found(tmp_path: Path) -> None:
+    same_shapes = "from shardproof.backend.pipeline import graphs\ngraphs.shapes_of = len\n"
+    done = run(tmp_path, same_shapes + ONE_RANK, trimmed(tmp_path))
+    assert done.returncode and "must match the size" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", GRAPH_PLANS)
+def test_replays_have_the_bits_of_one_device_and_no_race(plan: str) -> None:
+    found = examined(Plan.from_toml(GRAPH_PLANS[plan]), steps=4)
+    assert found.ok and found.races, found.text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", [pytest.param(each, id=each.what) for each in GRAPH_CHANGES])
+def test_what_is_made_wrong_with_a_capture_is_found(change) -> None:
+    plan = Plan.from_toml(GRAPH_PLANS[change.plan])
+    if change.rule == BITS:
+        assert examined(plan, steps=3, change=change.what).bits_different
+        return
+    with pytest.raises(InternalError, match=change.rule):
+        examined(plan, steps=3, change=change.what)

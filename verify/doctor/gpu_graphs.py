@@ -1,0 +1,59 @@
+"""`replayed`: whether a step that is captured as a CUDA graph computes what it does operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...backend.ranks.training_rank import TrainingRank
+from ...backend.transport.process_group import ProcessGroupTransport
+from ...core.plan.plan import Plan
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """How often each walk was captured, and what differs by even a bit from steps without graphs, in words."""
+
+    captures: Mapping[str, int]
+    different: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Losses of training and held-out data, and the weights after the last step by name."""
+
+    losses: list[float]
+    weights: Mapping[str, torch.Tensor]
+    captures: Mapping[str, int]
+
+
+def replayed(plan: Plan, device: torch.device, steps: int = STEPS) -> Replayed:
+    """Trains a plan of one rank with graphs and without on a GPU, from the same start, with held-out data between."""
+    assert plan.layout.world_size == 1, "one rank on one GPU"
+    eager, graphed = (_steps(_with(plan, graphs), device, steps) for graphs in (False, True))
+    different = [
+        f"loss {number}"
+        for number, pair in enumerate(zip(*(each.losses for each in (eager, graphed)), strict=True))
+        if len(set(pair)) > 1
+    ]
+    different += [name for name, weight in eager.weights.items() if not torch.equal(weight, graphed.weights[name])]
+    return Replayed(graphed.captures, tuple(different))
+
+
+def _with(plan: Plan, graphs: bool) -> Plan:
+    return replace(plan, runtime=replace(plan.runtime, cuda_graphs=graphs, cuda_graph_warmup_steps=1))
+
+
+def _steps(plan: Plan, device: torch.device, steps: int) -> _Steps:
+    store: Any = dist.HashStore()
+    with ProcessGroupTransport(store, 0, 1, backend="nccl", device=device) as transport:
+        rank = TrainingRank(transport, plan)
+        losses = [loss for step in range(steps) for loss in (rank.step(step)[0].loss, rank.evaluate())]
+        weights = {shard.parameter.name: shard.tensor.detach().cpu() for shard in rank.shards}
+        return _Steps(losses, weights, {} if rank.graphs is None else dict(rank.graphs.captures))

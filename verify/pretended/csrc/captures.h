@@ -1,0 +1,100 @@
+// What is given to the streams of a capture is noted, so that a replay does it again on the same memory. Part of pretended_cuda.cpp, inside of its namespace.
+#pragma once
+
+constexpr unsigned char POISON = 0xFF;  // no number as a float, -1 as an integer
+
+struct Block {
+  void* data;
+  size_t num_bytes;
+  int64_t graph;
+  bool freed;
+};
+
+// The memory that captures allocate. It stays until the last graph and the last tensor in it are gone.
+struct Pool {
+  std::map<int64_t, Block> blocks;  // by number of the memory
+  ~Pool() {
+    for (auto& [id, block] : blocks) std::free(block.data);
+  }
+};
+
+using Clock = std::map<int64_t, int64_t>;  // by stream, how many pieces of its work are over
+
+struct Node {
+  std::function<void()> run;  // none where `call` is for Python
+  int64_t call;
+  std::string name;
+};
+
+struct Graph {
+  int64_t id, origin, ended = 0;
+  std::shared_ptr<Pool> pool;
+  std::vector<Node> nodes;
+  std::set<int64_t> reads, writes;                         // memory from outside of the pool
+  std::map<int64_t, std::pair<void*, std::string>> before;  // what such memory had before the capture wrote to it
+  std::map<int64_t, Clock> clocks;
+  std::map<int64_t, std::string> last;  // by stream, what it was given last
+  size_t next = 0;
+  bool failed = false;
+};
+
+std::recursive_mutex graph_mutex;
+std::map<int64_t, std::shared_ptr<Graph>> graphs;
+std::map<int64_t, std::shared_ptr<Pool>> pools;
+std::map<int64_t, Graph*> captured_streams;
+std::map<int64_t, std::pair<int64_t, Clock>> captured_events;  // by event: the graph, and what was over
+std::set<int64_t> live;                                        // memory that is allocated
+std::map<int64_t, std::pair<void*, size_t>> places;            // where it lies, and its bytes
+std::atomic<int64_t> num_graphs{1}, num_calls{1};
+std::atomic<int> num_captures{0};
+
+// The capture that a stream is part of. While one goes on, whatever is given to another stream is an error.
+Graph* capture_of(int64_t stream, const std::string& what) {
+  if (!num_captures) return nullptr;
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  auto found = captured_streams.find(stream);
+  if (found != captured_streams.end()) return found->second;
+  for (auto& entry : captured_streams) entry.second->failed = true;
+  TORCH_CHECK(false, "while a graph is captured, ", what, label.empty() ? "" : " in ", label, " is given to stream ", stream,
+              ", which is no part of the capture: it would not be replayed, and what it allocates is not in the graph's pool");
+}
+
+void no_wait(const std::string& what) {
+  if (!num_captures) return;
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  for (auto& entry : captured_streams) entry.second->failed = true;
+  TORCH_CHECK(false, "while a graph is captured, the host waits: ", what, label.empty() ? "" : " in ", label);
+}
+
+void touches(Graph& graph, const std::vector<int64_t>& ids, bool writes) {
+  for (auto id : ids) {
+    if (!id || graph.pool->blocks.count(id)) continue;
+    (writes ? graph.writes : graph.reads).insert(id);
+    if (writes && !graph.before.count(id)) {
+      auto [data, num_bytes] = places.at(id);
+      graph.before[id] = {data, std::string(static_cast<const char*>(data), num_bytes)};
+    }
+  }
+}
+
+// Before work is done that a capture takes part in: keeps what it overwrites outside of the pool.
+void begins(Graph* graph, const std::vector<int64_t>& writes) {
+  if (!graph) return;
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  touches(*graph, writes, true);
+}
+
+void notes(Graph* graph, int64_t stream, const std::vector<int64_t>& reads, const std::vector<int64_t>& writes, Node node) {
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  touches(*graph, reads, false);
+  touches(*graph, writes, true);
+  graph->clocks[stream][stream]++;
+  graph->last[stream] = node.name;
+  graph->nodes.push_back(std::move(node));
+}
+
+// The memory of the graph, and what others may have used since, is whatever it is.
+void spoil(Graph& graph) {
+  for (auto& [_, block] : graph.pool->blocks)
+    if (block.freed || block.graph == graph.id) std::memset(block.data, POISON, block.num_bytes);
+}
