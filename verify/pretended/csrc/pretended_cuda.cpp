@@ -305,9 +305,19 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   write("op", here(), schema.name(), joined(reads), joined(writes));
 }
 
+// The memory of a tensor for a copy: of the host's also which bytes, because copies of parts of it go on at once.
+std::string bytes_of(const at::Tensor& tensor) {
+  auto id = memory_of(tensor);
+  if (!id) return "";
+  auto text = std::to_string(id);
+  if (!is_pinned(tensor) || !tensor.is_contiguous()) return text;
+  auto first = static_cast<const char*>(tensor.const_data_ptr()) - static_cast<const char*>(tensor.storage().data());
+  return text + ":" + std::to_string(first) + ":" + std::to_string(first + static_cast<int64_t>(tensor.nbytes()));
+}
+
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   on_cpu(self).copy_(on_cpu(source));
-  write("op", here(), "aten::copy_", joined({memory_of(source)}), joined({memory_of(self)}));
+  write("op", here(), "aten::copy_", bytes_of(source), bytes_of(self));
   if (!self.is_cuda() && !(non_blocking && is_pinned(self))) write("host waits for stream", here(), "copy to the host");
   return self;
 }
