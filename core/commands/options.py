@@ -23,7 +23,7 @@ from ..model.model import ModelSpec
 from ..plan.build import Draft, refuse_modules
 from ..plan.keys import key_named
 from ..plan.plan import Plan, any_plan, build_plan
-from ..plan.sections import Batch, DataParallel, Numerics, Optimizer, Precision, Runtime
+from ..plan.sections import Batch, DataParallel, Numerics, Offload, Optimizer, Precision, Runtime
 from ..plan.toml import Given, Values, num_modules, read_values
 from ..schedule import default_name
 from ..schedule.timeline import Timeline
@@ -85,6 +85,7 @@ class SearchSpace:
     numerics: Numerics = field(default_factory=Numerics)
     optimizer: Optimizer = field(default_factory=Optimizer)
     data_parallel: DataParallel = field(default_factory=DataParallel)
+    offload: Offload = field(default_factory=Offload)
     pinned: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -185,7 +186,7 @@ def read_search_space(args: argparse.Namespace) -> SearchSpace:
             "cluster.num_devices", ("a search needs the number of devices. Give --devices or cluster.num_devices.")
         )
     draft.raise_problems()
-    names = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer", "data_parallel")
+    names = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer", "data_parallel", "offload")
     return SearchSpace(**{name: nouns[name] for name in names}, pinned=pinned)
 
 

@@ -38,7 +38,17 @@ MAX_SIMULATIONS = 200
 """Simulations after which the search stops even if bounds are left below the best; the report then
 says so under `rejected`."""
 
-SHARED_WITH_PLANS = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer", "data_parallel")
+SHARED_WITH_PLANS = (
+    "model",
+    "cluster",
+    "batch",
+    "precision",
+    "runtime",
+    "numerics",
+    "optimizer",
+    "data_parallel",
+    "offload",
+)
 """What a search space takes from a plan."""
 
 REASONS = {

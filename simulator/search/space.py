@@ -260,7 +260,7 @@ def _names(space: SearchSpace, pp: int, vpp: int) -> list[str]:
 
 
 def _shared_nouns(space: SearchSpace) -> dict[str, Any]:
-    names = ("model", "cluster", "runtime", "precision", "numerics", "optimizer")
+    names = ("model", "cluster", "runtime", "precision", "numerics", "optimizer", "offload")
     return {name: getattr(space, name) for name in names}
 
 

@@ -266,6 +266,7 @@ def _shrink(plan: Plan, most_ranks: int) -> Plan:
             "exact", gradient_token_block=TOKEN_BLOCK // (2 if parts else 1), reduction_token_block=TOKEN_BLOCK // 2
         ),
         recompute=replace(plan.recompute, layers=_small_layers(plan.recompute.layers, model)),
+        offload=replace(plan.offload, activations=min(plan.offload.activations, model.num_layers)),
         train=replace(plan.train, load=None),
     )
 
@@ -474,6 +475,7 @@ def _sentences(before: Plan, after: Plan) -> list[str]:
         ("microbatches per rank", before.num_microbatches, after.num_microbatches),
         ("leaf sizes", _blocks(before), _blocks(after)),
         ("recompute.layers", before.recompute.layers, after.recompute.layers),
+        ("offload.activations", before.offload.activations, after.offload.activations),
         ("train.load", before.train.load, after.train.load),
     ]
     return [f"{name} {old} -> {new}: to fit this host." for name, old, new in pairs if old != new]

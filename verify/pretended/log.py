@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+Place = int | tuple[int, int, int]
+"""A memory by its number, or of it the bytes from the second number on up to the third."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -18,8 +21,8 @@ class Entry:
     thread: int
     stream: int
     name: str
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
+    reads: tuple[Place, ...] = ()
+    writes: tuple[Place, ...] = ()
     label: str = ""
     place: str = ""
 
@@ -36,5 +39,10 @@ def read_log(path: Path) -> Iterator[Entry]:
             yield Entry(kind, int(thread), int(stream), name, _numbers(reads), _numbers(writes), label, place)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(",") if number not in ("", "0"))
+def _numbers(text: str) -> tuple[Place, ...]:
+    return tuple(_place(number) for number in text.split(",") if number not in ("", "0"))
+
+
+def _place(text: str) -> Place:
+    memory, *bounds = map(int, text.split(":"))
+    return (memory, bounds[0], bounds[1]) if bounds else memory

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from .log import Entry
+from .log import Entry, Place
 
 Clock = dict[int, int]
 """How much of each stream's work is over, by stream."""
@@ -117,7 +117,7 @@ class Streams:
 
 def races(entries: Iterable[Entry]) -> list[Race]:
     """Every race between a use and the next, or the end of its memory, each pair of operators and labels once."""
-    streams, memories = Streams(), dict[int, _Memory]()
+    streams, memories = Streams(), dict[int, dict[Place, _Memory]]()
     found: dict[tuple[object, ...], Race] = {}
 
     def race(rule: str, memory: int, first: Use, second: Use | None) -> None:
@@ -127,19 +127,19 @@ def races(entries: Iterable[Entry]) -> list[Race]:
     for entry in entries:
         if entry.kind in ("op", "collective"):
             use = streams.gives(entry)
-            for memory in entry.reads:
-                _reads(memories.get(memory), memory, use, streams, race)
-            for memory in entry.writes:
-                _writes(memories.get(memory), memory, use, streams, race)
+            for place in entry.reads:
+                _reads(memories.get(_memory(place), {}), place, use, streams, race)
+            for place in entry.writes:
+                _writes(memories.get(_memory(place), {}), place, use, streams, race)
         elif entry.kind in ("allocate", "allocate host"):
-            memories[int(entry.name)] = _Memory(entry.stream)
+            memories[int(entry.name)] = {int(entry.name): _Memory(entry.stream)}
         elif entry.kind == "free host":
             memories.pop(int(entry.name), None)
         elif entry.kind == "record_stream":
-            if (known := memories.get(int(entry.name))) is not None:
+            for known in memories.get(int(entry.name), {}).values():
                 known.recorded.add(entry.stream)
         elif entry.kind == "free":
-            if (known := memories.pop(int(entry.name), None)) is not None:
+            for known in memories.pop(int(entry.name), {}).values():
                 clock = streams.waited_for_by_all([known.stream, *known.recorded], entry.thread)
                 for use in known.uses:
                     if clock.get(use.entry.stream, 0) < use.number:
@@ -149,22 +149,42 @@ def races(entries: Iterable[Entry]) -> list[Race]:
     return list(found.values())
 
 
-def _reads(known: _Memory | None, memory: int, use: Use, streams: Streams, race: Report) -> None:
-    if known is None:
+def _reads(known: dict[Place, _Memory], place: Place, use: Use, streams: Streams, race: Report) -> None:
+    """A read of a place, of a memory that is `known` by its places; none where it was allocated before."""
+    if not known:
         return
-    if known.written is not None and not streams.is_over(known.written, use.entry.stream):
-        race("read-before-written", memory, known.written, use)
-    known.reads[use.entry.stream] = use
+    for each in _overlapping(known, place):
+        if each.written is not None and not streams.is_over(each.written, use.entry.stream):
+            race("read-before-written", _memory(place), each.written, use)
+    _own(known, place).reads[use.entry.stream] = use
 
 
-def _writes(known: _Memory | None, memory: int, use: Use, streams: Streams, race: Report) -> None:
-    if known is None:
+def _writes(known: dict[Place, _Memory], place: Place, use: Use, streams: Streams, race: Report) -> None:
+    if not known:
         return
-    for before in known.uses:
-        if not streams.is_over(before, use.entry.stream):
-            rule = "written-twice" if before is known.written else "written-while-read"
-            race(rule, memory, before, use)
-    known.written, known.reads = use, {}
+    for each in _overlapping(known, place):
+        for before in each.uses:
+            if not streams.is_over(before, use.entry.stream):
+                rule = "written-twice" if before is each.written else "written-while-read"
+                race(rule, _memory(place), before, use)
+    own = _own(known, place)
+    own.written, own.reads = use, {}
+
+
+def _memory(place: Place) -> int:
+    return place if isinstance(place, int) else place[0]
+
+
+def _own(known: dict[Place, _Memory], place: Place) -> _Memory:
+    return known.setdefault(place, _Memory(known[_memory(place)].stream))
+
+
+def _overlapping(known: dict[Place, _Memory], place: Place) -> list[_Memory]:
+    """What is known of places that have a byte in common with one; a whole memory has all."""
+    if isinstance(place, int):
+        return list(known.values())
+    _, first, last = place
+    return [each for other, each in known.items() if isinstance(other, int) or (other[1] < last and first < other[2])]
 
 
 def _join(clock: Clock, other: Clock) -> None:

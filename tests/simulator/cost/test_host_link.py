@@ -13,8 +13,11 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.plan.sections import Offload
 from shardproof.simulator.cost.host_link import backward_wait_s, forward_wait_s, update_wait_s
 from shardproof.simulator.memory.sizes import stage_sizes
+from shardproof.simulator.search.search import search
 from shardproof.simulator.simulation.simulate import simulate
+from shardproof.verify.dynamic.twin import twin
 
+LARGE = {"model": "llama3-8b", "cluster": cluster_preset("dgx-h100", 8), "dtype": "bf16", "mode": "fast"}
 PARTS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=7)
 
 
@@ -84,10 +87,20 @@ def test_moments_pass_the_link_once_each_way():
 
 
 def test_a_step_waits_for_moments_as_long_as_the_link_takes():
-    layout = {"model": "llama3-8b", "cluster": cluster_preset("dgx-h100", 8), "dtype": "bf16", "mode": "fast"}
-    plain, away = (plan(tp=8, sequence=4096, offload=each, **layout) for each in (Offload(), Offload(optimizer=1.0)))
+    plain, away = (plan(tp=8, sequence=4096, offload=each, **LARGE) for each in (Offload(), Offload(optimizer=1.0)))
     added_s = simulate(away).report["step_time_s"] - simulate(plain).report["step_time_s"]
     moved = stage_sizes(away)[0].offloaded_moment_bytes
     update_s = simulate(plain).report["time_s"]["optimizer"]
     assert moved == pytest.approx(plain.num_parameters, rel=1e-3)  # 8 bytes of each, over 8 ranks
     assert added_s == pytest.approx((moved + 2**25) / 55.6e9 - update_s, rel=1e-6)
+
+
+def test_a_search_keeps_what_rests_in_host_memory():
+    away = plan(tp=8, sequence=4096, offload=Offload(4, 0.5), **LARGE)
+    assert {each.offload for each in search(away).plans} == {Offload(4, 0.5)}
+
+
+def test_a_twin_offloads_the_layers_that_it_has():
+    small, changes = twin(plan(tp=8, sequence=4096, offload=Offload(30, 1.0), **LARGE))
+    assert small.offload == Offload(small.model.num_layers, 1.0)
+    assert f"offload.activations 30 -> {small.model.num_layers}: to fit this host." in changes

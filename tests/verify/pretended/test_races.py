@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.verify.pretended.log import Entry, read_log
+from shardproof.verify.pretended.log import Entry, Place, read_log
 from shardproof.verify.pretended.races import races
 
 NEW = Entry("allocate", 1, 0, "7")
 
 
-def op(stream: int, *, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (), thread: int = 1) -> Entry:
+def op(stream: int, *, reads: tuple[Place, ...] = (), writes: tuple[Place, ...] = (), thread: int = 1) -> Entry:
     return Entry("op", thread, stream, f"op of {stream}", reads, writes)
 
 
@@ -68,6 +68,15 @@ CASES = {
         ["written-while-read"],
     ),
     "a buffer of the host is read before it is there": ([*AWAY, op(5, reads=(9,))], ["read-before-written"]),
+    "other bytes of a buffer of the host": (
+        [AWAY[0], op(0, writes=((9, 0, 64),)), op(5, reads=((9, 64, 128),)), op(6, writes=((9, 128, 192),))],
+        [],
+    ),
+    "bytes of a buffer of the host that overlap": (
+        [AWAY[0], op(0, writes=((9, 0, 64),)), op(5, reads=((9, 32, 128),)), op(6, writes=((9, 120, 192),))],
+        ["read-before-written", "written-while-read"],
+    ),
+    "a part and the whole": ([AWAY[0], op(0, writes=((9, 0, 64),)), op(5, reads=(9,))], ["read-before-written"]),
     "the end of a buffer of the host waits for its copies": (
         [*AWAY, RECORDED, WAITED, op(5, reads=(9,)), Entry("free host", 1, 0, "9")],
         [],

@@ -408,6 +408,16 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   if (place && waits_by_itself(schema.name(), given)) host_waits("host waits for stream", here(), schema.name());
 }
 
+// The memory of a tensor for a copy: of the host's also which bytes, because copies of parts of it go on at once.
+std::string bytes_of(const at::Tensor& tensor) {
+  auto id = memory_of(tensor);
+  if (!id) return "";
+  auto text = std::to_string(id);
+  if (!is_pinned(tensor) || !tensor.is_contiguous()) return text;
+  auto first = static_cast<const char*>(tensor.const_data_ptr()) - static_cast<const char*>(tensor.storage().data());
+  return text + ":" + std::to_string(first) + ":" + std::to_string(first + static_cast<int64_t>(tensor.nbytes()));
+}
+
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (auto* graph = capture_of(here(), "aten::copy_")) {
     // a replay would copy what lies there then: page-locked memory stays where it is
@@ -418,7 +428,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
           {[to = on_cpu(self), from = on_cpu(source)]() { at::Tensor(to).copy_(from); }, 0, "aten::copy_" + std::string(label.empty() ? "" : " in ") + label});
   }
   on_cpu(self).copy_(on_cpu(source));
-  write("op", here(), "aten::copy_", joined({memory_of(source)}), joined({memory_of(self)}));
+  write("op", here(), "aten::copy_", bytes_of(source), bytes_of(self));
   // a copy between host and device is waited for unless it need not be and can be without: then what is pageable is copied on the way to the device
   if (self.is_cuda() != source.is_cuda() && !(non_blocking && (self.is_cuda() || is_pinned(self))))
     host_waits("host waits for stream", here(), self.is_cuda() ? "copy from the host" : "copy to the host");
