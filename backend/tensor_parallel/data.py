@@ -3,6 +3,7 @@ context-parallel rank takes."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,8 +111,17 @@ def context_whole(parts: Sequence[Tensor], *, dim: int = 1, documents: Sequence[
     """The whole from what every context-parallel rank took of it, in rank order: the inverse of `context_part`."""
     joined = torch.cat(list(parts), dim)
     sequence, cp = joined.shape[dim], len(parts)
+    return joined.index_select(
+        dim, _order(sequence, cp, joined.device, None if documents is None else tuple(documents))
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _order(sequence: int, cp: int, device: torch.device, documents: tuple[int, ...] | None) -> Tensor:
+    """int64 [sequence]: where every token of a sequence lies among what ranks took of it. Made once, because the host
+    makes it, and a copy to a GPU waits."""
     positions = torch.cat([context_positions(sequence, cp, cp_rank, documents=documents) for cp_rank in range(cp)])
-    return joined.index_select(dim, to_device(positions.argsort(), joined.device))
+    return to_device(positions.argsort(), device)
 
 
 def _described(

@@ -123,6 +123,9 @@ def _graphed(**parts: Any) -> str:
 GRAPH_PLANS = {
     "tp2-pp2": _graphed(model=_DROPOUT, ranks=4, layout="tp = 2\npp = 2"),
     "dp2-zero1": _graphed(ranks=2, layout="dp = 2\nzero = 1", data=EARLY),
+    "cp2": _graphed(ranks=2, layout="cp = 2").replace(
+        '"exact"', '"exact"\ngradient_token_block = 8\nreduction_token_block = 8'
+    ),
     "pp2-interleaved": _graphed(ranks=2, layout="pp = 2\nvpp = 2").replace(
         "[data_parallel]", '[schedule]\nname = "Interleaved1F1B"\n[data_parallel]'
     ),
