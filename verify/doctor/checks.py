@@ -66,6 +66,7 @@ def run_check(check: Check, machine: Machine) -> Result:
     if why := check.needs(machine):
         return Result("skipped", why)
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main({check.function!r})"
+    limit_s = check.limit_s * machine.patience
     read, write = os.pipe()
     environment = {**os.environ, **dict(check.environment), RESULT_VARIABLE: str(write)}
     process = subprocess.Popen(
@@ -80,10 +81,10 @@ def run_check(check: Check, machine: Machine) -> Result:
     os.close(write)
     with os.fdopen(read, "rb") as answer:
         try:
-            _, words = process.communicate(json.dumps(asdict(machine)).encode(), timeout=check.limit_s)
+            _, words = process.communicate(json.dumps(asdict(machine)).encode(), timeout=limit_s)
             return _result(process.returncode, answer.read() if process.returncode == 0 else b"", words)
         except subprocess.TimeoutExpired:
-            return Result("failed", f"not done within {check.limit_s:g} s", check.limit_s, "s")
+            return Result("failed", f"not done within {limit_s:g} s", limit_s, "s")
         finally:
             _end(process)
 

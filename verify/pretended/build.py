@@ -24,7 +24,10 @@ def library() -> Path:
     """
     import torch
 
-    text = SOURCE.read_bytes() + f"{torch.__version__} {sys.version_info[:2]}".encode()
+    text = (
+        b"".join(path.read_bytes() for path in sorted(SOURCE.parent.iterdir()))
+        + f"{torch.__version__} {sys.version_info[:2]}".encode()
+    )
     name = f"pretended_cuda_{hashlib.sha256(text).hexdigest()[:16]}.so"
     folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache") / "shardproof"
     made = folder / name

@@ -17,7 +17,12 @@ library: Any = None
 """The library that pretends CUDA, once this process has loaded it."""
 
 MEMORY_BYTES = 80 << 30
-CAPABILITY = (9, 0)
+
+
+def capability() -> tuple[int, int]:
+    """Of the pretended devices."""
+    major, minor = os.environ.get("SHARDPROOF_PRETENDED_CAPABILITY", "9.0").split(".")
+    return int(major), int(minor)
 
 
 def install(torch: Any) -> None:
@@ -49,11 +54,26 @@ def install(torch: Any) -> None:
 
     class Properties:
         name = "pretended CUDA"
-        major, minor = CAPABILITY
+        major, minor = capability()
         total_memory = MEMORY_BYTES
         multi_processor_count = 132
+        regs_per_multiprocessor = 65536
+        max_threads_per_multi_processor = 2048
+        shared_memory_per_multiprocessor = 233472
+
+    @contextlib.contextmanager
+    def device(which: Any) -> Iterator[None]:
+        before = torch.accelerator.current_device_index()
+        cuda.set_device(which)
+        try:
+            yield
+        finally:
+            cuda.set_device(before)
 
     cuda = torch.cuda
+    torch.version.cuda = "pretended"
+    cuda.nccl.version = lambda: (0,)
+    cuda.device = device
     cuda._lazy_init = lambda: None
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count = lambda: int(os.environ.get("SHARDPROOF_PRETENDED_DEVICES", "8"))
@@ -63,10 +83,45 @@ def install(torch: Any) -> None:
     cuda.current_stream = lambda device=None: torch.accelerator.current_stream(_device(torch, device))
     cuda.synchronize = lambda device=None: torch.accelerator.synchronize(_device(torch, device))
     cuda.get_device_name = lambda device=None: Properties.name
-    cuda.get_device_capability = lambda device=None: CAPABILITY
+    cuda.get_device_capability = lambda device=None: capability()
     cuda.get_device_properties = lambda device=None: Properties
     cuda.mem_get_info = lambda device=None: (MEMORY_BYTES, MEMORY_BYTES)
     setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL)  # noqa: B010 - a class that torch has elsewhere
+
+
+def install_triton(module: Any) -> None:
+    """Triton's driver is the pretended one. `module` is `triton.runtime.driver`."""
+
+    def create() -> Any:
+        from shardproof.verify.pretended.triton_driver import PretendedDriver
+
+        return PretendedDriver()
+
+    module._create_driver = create
+
+
+def install_symmetric(module: Any) -> None:
+    """Symmetric memory is that of `symmetric`. `module` is `torch.distributed._symmetric_memory`."""
+
+    def empty(*size: Any, dtype: Any = None, device: Any = None) -> Any:
+        from shardproof.verify.pretended.symmetric import empty
+
+        return empty(*size, dtype=dtype, device=device)
+
+    def rendezvous(tensor: Any, group: Any) -> Any:
+        from shardproof.verify.pretended.symmetric import rendezvous
+
+        return rendezvous(tensor, group)
+
+    module.empty, module.rendezvous = empty, rendezvous
+
+
+AFTER: dict[str, Callable[[Any], None]] = {
+    "torch": install,
+    "triton.runtime.driver": install_triton,
+    "torch.distributed._symmetric_memory": install_symmetric,
+}
+"""What is done to a module once it is loaded."""
 
 
 def _device(torch: Any, device: Any) -> Any:

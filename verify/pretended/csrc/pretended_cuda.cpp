@@ -8,6 +8,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include "generators.h"
+
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +21,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -54,9 +58,12 @@ c10::DeviceIndex num_devices() {
 struct Memory {
   int64_t id;
   void* data;
+  size_t num_bytes;
+  bool is_shared;
 };
 
-std::unordered_map<const void*, int64_t> memories;  // by where they begin; under `mutex`
+std::unordered_map<const void*, const Memory*> memories;  // by where they begin; under `mutex`
+thread_local int next_shared = -1;  // the file that this thread's next allocation maps, for other processes to map it too
 
 void release(void* context) {
   auto* memory = static_cast<Memory*>(context);
@@ -65,18 +72,26 @@ void release(void* context) {
     std::lock_guard<std::mutex> held(mutex);
     memories.erase(memory->data);
   }
-  std::free(memory->data);
+  if (memory->is_shared) munmap(memory->data, memory->num_bytes);
+  else std::free(memory->data);
   delete memory;
 }
 
 struct PretendedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
     void* data = nullptr;
-    if (posix_memalign(&data, 64, num_bytes ? num_bytes : 1)) throw std::bad_alloc();
-    auto* memory = new Memory{num_memories++, data};
+    const int shared = std::exchange(next_shared, -1);
+    if (shared >= 0) {
+      if (ftruncate(shared, num_bytes)) throw std::bad_alloc();
+      data = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, shared, 0);
+      if (data == MAP_FAILED) throw std::bad_alloc();
+    } else if (posix_memalign(&data, 256, num_bytes ? num_bytes : 1)) {  // as the caching allocator aligns
+      throw std::bad_alloc();
+    }
+    auto* memory = new Memory{num_memories++, data, num_bytes, shared >= 0};
     {
       std::lock_guard<std::mutex> held(mutex);
-      memories[data] = memory->id;
+      memories[data] = memory;
     }
     write("allocate", here(), std::to_string(memory->id), "", std::to_string(num_bytes));
     return {data, memory, &release, c10::Device(c10::kCUDA, own_device)};
@@ -226,6 +241,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
         list.push_back(each ? std::optional<at::Tensor>(on_cpu(*each)) : std::nullopt);
       }
       value = list;
+    } else if (value.isGenerator()) {
+      value = pretended::on_cpu(value.toGenerator());
     } else if (value.isDevice() && value.toDevice().is_cuda()) {
       place = value.toDevice();
       value = c10::Device(c10::kCPU);
@@ -330,6 +347,9 @@ struct CUDAHooks : CUDAHooksInterface {
   DeviceIndex getCurrentDevice() const override { return own_device; }
   DeviceIndex current_device() const override { return own_device; }
   bool isPinnedPtr(const void*) const override { return false; }
+  Generator getNewGenerator(DeviceIndex device) const override {
+    return make_generator<pretended::DeviceGenerator>(device < 0 ? own_device : device);
+  }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
@@ -339,8 +359,21 @@ extern "C" {
 int64_t pretended_memory(const void* data) {
   std::lock_guard<std::mutex> held(mutex);
   auto found = memories.find(data);
-  return found == memories.end() ? 0 : found->second;
+  return found == memories.end() ? 0 : found->second->id;
 }
+// Number, address and bytes of every allocation, three numbers each, as many as there is room for; how many there are.
+int64_t pretended_memories(int64_t* numbers, int64_t room) {
+  std::lock_guard<std::mutex> held(mutex);
+  int64_t at = 0;
+  for (const auto& [data, memory] : memories) {
+    if (at == room) break;
+    numbers[3 * at] = memory->id;
+    numbers[3 * at + 1] = reinterpret_cast<int64_t>(data);
+    numbers[3 * at++ + 2] = memory->num_bytes;
+  }
+  return memories.size();
+}
+void pretended_share(int file) { next_shared = file; }
 void pretended_write(const char* kind, int64_t stream, const char* name, const char* reads, const char* writes) { write(kind, stream, name, reads, writes); }
 void pretended_label(const char* text) { label = text; }
 void pretended_flush() {

@@ -1,0 +1,235 @@
+"""`PretendedDriver`: Triton's driver on pretended CUDA. A launch is the kernel's PTX, carried out on this process.
+
+Triton compiles as for a GPU of the pretended capability, so launches, their arguments and their grids are those of the
+code for GPUs. Blocks run one after the other; a kernel that meets peers meets those of other processes, or of other
+threads. What a launch reads and writes is noted in the log of streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+from ..kernels.ptx_block import LaunchContext
+from ..kernels.ptx_floor import bits_of
+from ..kernels.ptx_machine import executable
+from ..kernels.ptx_memory import Array, Memory, Region
+
+PATIENCE_S = 60.0
+"""How long a kernel waits for its peers."""
+
+MOST_ALLOCATIONS = 1 << 14
+MOST_SHARED_BYTES = 232448
+"""Of one block, on an H100; an A100 has 166,912."""
+
+THREADS_OF_BLOCK = 1024
+
+
+class Utils:
+    """What Triton asks of a driver about devices and code."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Those that a compilation looks at."""
+        found = torch.cuda.get_device_properties(device)
+        return {
+            "max_shared_mem": MOST_SHARED_BYTES,
+            "max_num_regs": 65536,
+            "multiprocessor_count": found.multi_processor_count,
+            "warpSize": 32,
+            "sm_clock_rate": 0,
+            "mem_clock_rate": 0,
+            "mem_bus_width": 0,
+        }
+
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        """Module, function, registers of a thread, spills and threads of a block; nothing is loaded."""
+        return 1, 1, registers_of(code), 0, THREADS_OF_BLOCK
+
+    def unload_module(self, module: int) -> None:
+        """Nothing was loaded."""
+
+
+def registers_of(code: bytes) -> int:
+    """Of a thread, as NVIDIA's own tool reads them from the assembled kernel. Raises `RuntimeError`."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        said = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
+    found = re.search(r"REG:(\d+)", said.stdout + said.stderr)
+    if found is None:
+        raise RuntimeError(f"cuobjdump of Triton {triton.__version__} does not read its code: {said.stderr[-200:]}")
+    return int(found.group(1))
+
+
+class Noted(Memory):
+    """Memory of a launch that knows which regions were read and which were written; races inside a block are looked for
+    by the floor "PTX executed" (`verify/kernels`) alone."""
+
+    def __init__(self, regions: list[Region]):
+        super().__init__(regions)
+        self.reads: set[str] = set()
+        self.writes: set[str] = set()
+
+    def load(self, addresses: Array, width: int, count: int = 1, users: Any = None) -> list[Array]:
+        """As `Memory`."""
+        self._uses(addresses, self.reads)
+        return super().load(addresses, width, count)
+
+    def store(self, addresses: Array, width: int, values: Any, users: Any = None) -> None:
+        """As `Memory`."""
+        self._uses(addresses, self.writes)
+        super().store(addresses, width, values)
+
+    def _uses(self, addresses: Array, names: set[str]) -> None:
+        for address in (addresses.min(), addresses.max()) if len(addresses) else ():
+            found = (each.name for each in self.regions if each.begin <= address < each.begin + each.size)
+            names |= {name for name in found if name.isdecimal()}  # those of this process
+
+
+class PretendedLauncher:
+    """One compiled kernel: `source` has the types of its arguments, `metadata` where its PTX is kept."""
+
+    def __init__(self, source: Any, metadata: Any):
+        self._of_all = [kind != "constexpr" for kind in source.signature.values()]
+        self._metadata, self._name = metadata, str(metadata.name)
+        self._ready: Any = None
+
+    def _executable(self) -> Any:
+        if self._ready is None:
+            kept = triton.runtime.cache.get_cache_manager(self._metadata.hash).get_file(f"{self._name}.ptx")
+            assert kept is not None, "Triton keeps the PTX of what it has compiled"
+            self._ready = executable(Path(kept).read_text())
+        return self._ready
+
+    def __call__(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+        """A launch of x blocks; the arguments of the function are the last of `rest`."""
+        given = rest[len(rest) - len(self._of_all) :]
+        arguments = dict(
+            zip(
+                self._names, (each for each, is_there in zip(given, self._of_all, strict=True) if is_there), strict=True
+            )
+        )
+        assert y == z == 1, "kernels here have one dimension of blocks"
+        ready = self._executable()
+        types = ready.program.parameters
+        values = [bits_of(value, types[number]) for number, value in enumerate(arguments)]
+        memory = Noted([*allocations(), *PEERS])
+        ready.run(
+            LaunchContext(
+                parameters=(*values, *[0] * (len(types) - len(values))),  # scratch memory: there is none
+                num_blocks=x,
+                num_threads=ready.program.num_threads,
+                shared_bytes=int(self._metadata.shared),
+                memory=memory,
+                failed=patient(self._name),
+            )
+        )
+        _library().pretended_write(
+            b"op",
+            ctypes.c_int64(torch.cuda.current_stream().stream_id),
+            f"triton::{self._name}".encode(),
+            ",".join(sorted(memory.reads)).encode(),
+            ",".join(sorted(memory.writes)).encode(),
+        )
+
+
+def patient(kernel: str) -> Callable[[int], None]:
+    """What a compare-and-swap that found another value does: it sleeps, for peers that share a core with this one.
+    Raises `RuntimeError` where peers do not come."""
+    deadline = time.monotonic() + PATIENCE_S
+
+    def failed(address: int) -> None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{kernel} waits at {address:#x} for a peer that does not come.")
+        time.sleep(1e-4)
+
+    return failed
+
+
+PEERS: list[Region] = []
+"""Memory of other processes that this one maps."""
+
+_REGIONS: dict[int, Region] = {}
+"""By the number of an allocation, which is used once."""
+
+
+def allocations() -> Iterator[Region]:
+    """All memory of pretended devices of this process, named by its number."""
+    numbers = np.empty((MOST_ALLOCATIONS, 3), np.int64)
+    count = _library().pretended_memories(numbers.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(MOST_ALLOCATIONS))
+    assert count <= MOST_ALLOCATIONS, f"{count} allocations are more than are looked at"
+    alive = {}
+    for number, begin, size in numbers[:count].tolist():
+        alive[number] = _REGIONS.get(number) or Region(str(number), begin, size)
+    _REGIONS.clear()
+    _REGIONS.update(alive)
+    return iter(alive.values())
+
+
+def _library() -> Any:
+    return sys.modules["shardproof_pretended_stubs"].library
+
+
+class PretendedDriver(DriverBase):
+    """As NVIDIA's: the current device and stream are those of torch."""
+
+    def __init__(self) -> None:
+        self.utils = Utils()
+        self.launcher_cls = PretendedLauncher
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """It is chosen by who pretends."""
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        """No C is compiled."""
+        raise NotImplementedError("launches on pretended devices are Python.")
+
+    def get_current_device(self) -> int:
+        """Its number."""
+        return int(torch.cuda.current_device())
+
+    def set_current_device(self, device: int) -> None:
+        """As torch's."""
+        torch.cuda.set_device(device)
+
+    def get_current_stream(self, device: int) -> int:
+        """Its number."""
+        return int(torch.cuda.current_stream(device).stream_id)
+
+    def get_device_capability(self, device: int) -> tuple[int, int]:
+        """The pretended one."""
+        major, minor = torch.cuda.get_device_capability(device)
+        return major, minor
+
+    def get_current_target(self) -> GPUTarget:
+        """A GPU of that capability."""
+        major, minor = self.get_device_capability(0)
+        return GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        """The current one."""
+        return torch.device("cuda", self.get_current_device())
+
+    def get_device_interface(self) -> Any:
+        """Of torch."""
+        return torch.cuda
+
+    def get_benchmarker(self) -> Any:
+        """Nothing is tuned here."""
+        raise NotImplementedError("pretended devices have no clock.")
