@@ -10,8 +10,9 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 library: Any = None
 """The library that pretends CUDA, once this process has loaded it."""
@@ -29,16 +30,29 @@ def install(torch: Any) -> None:
     """Puts what is missing into `torch.cuda` and `torch.distributed`, once torch is loaded."""
     import torch.distributed as dist
 
+    for name in ("capture_begin", "capturing", "call", "go_on", "new_pool", "memory", "memories"):
+        getattr(library, f"pretended_{name}").restype = ctypes.c_int64
+    library.pretended_capture_end.restype = library.pretended_replay.restype = ctypes.c_char_p
+
     class Stream(torch.Stream):
         def __new__(cls, device: Any = None, priority: int = 0) -> Any:
             return super().__new__(cls, device=_device(torch, device))
 
     class Event(torch.Event):
-        def __new__(cls, enable_timing: bool = False, **others: Any) -> Any:
-            return super().__new__(cls, device="cuda", enable_timing=enable_timing)
+        def __new__(cls, enable_timing: bool = False, external: bool = False, **others: Any) -> Any:
+            made = super().__new__(cls, device="cuda", enable_timing=enable_timing)
+            made._external = external
+            return made
 
         def record(self, stream: Any = None) -> None:
-            super().record(stream or torch.accelerator.current_stream())
+            on = stream or torch.accelerator.current_stream()
+            if self._external and (graph := CUDAGraph.of(on)) is not None:
+                graph.call(on, "an event's time", self._take_time)  # each replay has a time of its own
+            else:
+                super().record(on)
+                self._take_time()
+
+        def _take_time(self) -> None:
             self._time_s = time.perf_counter()  # the work is done when it is given
 
         def elapsed_time(self, other: Any) -> float:
@@ -86,6 +100,23 @@ def install(torch: Any) -> None:
     cuda.get_device_capability = lambda device=None: capability()
     cuda.get_device_properties = lambda device=None: Properties
     cuda.mem_get_info = lambda device=None: (MEMORY_BYTES, MEMORY_BYTES)
+
+    @contextlib.contextmanager
+    def captured(graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Any:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream or Stream()):
+            graph.capture_begin(pool, capture_error_mode)
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+    cuda.CUDAGraph, cuda.graph = CUDAGraph, captured
+    cuda.graph_pool_handle = lambda: (0, library.pretended_new_pool())
+    cuda.is_current_stream_capturing = lambda: CUDAGraph.of(torch.accelerator.current_stream()) is not None
     setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL)  # noqa: B010 - a class that torch has elsewhere
 
 
@@ -130,21 +161,88 @@ def _device(torch: Any, device: Any) -> Any:
     return found if found.index is not None else torch.device("cuda", torch.accelerator.current_device_index())
 
 
+class CUDAGraph:
+    """As torch's: what is given to the streams of a capture, done again by every replay."""
+
+    _all: ClassVar[dict[int, CUDAGraph]] = {}
+    """By number those that are being captured."""
+
+    @classmethod
+    def of(cls, stream: Any) -> CUDAGraph | None:
+        """The graph for which a stream is captured."""
+        return cls._all.get(library.pretended_capturing(ctypes.c_int64(stream.stream_id)))
+
+    def __init__(self, keep_graph: bool = False):
+        self._number, self._pool, self._calls = 0, (0, 0), dict[int, Callable[[], None]]()
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        """What the current stream is given from now on is captured."""
+        import torch
+
+        self._pool = pool or torch.cuda.graph_pool_handle()
+        stream = torch.accelerator.current_stream()
+        if stream.stream_id == 0:
+            raise RuntimeError("the default stream cannot be captured")
+        self._number = library.pretended_capture_begin(ctypes.c_int64(stream.stream_id), ctypes.c_int64(self._pool[1]))
+        CUDAGraph._all[self._number] = self
+
+    def capture_end(self) -> None:
+        """Raises `RuntimeError` where a stream that took part is not waited for."""
+        CUDAGraph._all.pop(self._number, None)
+        if wrong := library.pretended_capture_end(ctypes.c_int64(self._number)):
+            raise RuntimeError(wrong.decode())
+
+    def replay(self) -> None:
+        """Does it again, in the order in which it was given. Raises `RuntimeError` where what it uses is gone."""
+        if wrong := library.pretended_replay(ctypes.c_int64(self._number)):
+            raise RuntimeError(wrong.decode())
+        text = ctypes.create_string_buffer(2000)
+        while call := library.pretended_go_on(ctypes.c_int64(self._number), text, ctypes.c_int64(len(text))):
+            if call < 0:
+                raise RuntimeError(f"a replay fails: {text.value.decode()}")
+            self._calls[call]()
+
+    def reset(self) -> None:
+        """Lets go of it."""
+        library.pretended_forget_graph(ctypes.c_int64(self._number))
+        self._calls.clear()
+
+    def pool(self) -> Any:
+        """The handle of its memory."""
+        return self._pool
+
+    def call(
+        self, stream: Any, name: str, work: Callable[[], None], reads: Sequence[int] = (), writes: Sequence[int] = ()
+    ) -> None:
+        """Work of Python, done again by a replay at this place; `reads` and `writes` are memories."""
+        number = library.pretended_call(
+            ctypes.c_int64(self._number),
+            ctypes.c_int64(stream.stream_id),
+            name.encode(),
+            *(
+                part
+                for ids in (reads, writes)
+                for part in ((ctypes.c_int64 * len(ids))(*ids), ctypes.c_int64(len(ids)))
+            ),
+        )
+        self._calls[number] = work
+
+
 class Work:
     """A collective that goes on: to wait for it is a matter of streams; the values are there when the call returns."""
 
-    def __init__(self, end: Any, carried: Any, held: Sequence[Any], finish: Callable[[], None]):
-        self._end, self._carried, self._held, self._finish = end, carried, held, finish
+    def __init__(self, end: Any, finish: Callable[[], None], held: Sequence[Any]):
+        self._end, self._finish, self._held = end, finish, held
+        self._is_over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """The current stream waits; what the call keeps alive is let go of."""
         import torch
 
-        torch.accelerator.current_stream().wait_event(self._end)
-        if self._carried is not None:
-            self._carried.wait()
+        if not self._is_over:
             self._finish()
-        self._carried, self._held = None, ()
+        self._is_over, self._held = True, ()
+        torch.accelerator.current_stream().wait_event(self._end)
         return True
 
 
@@ -217,33 +315,78 @@ class ProcessGroupNCCL:
             _ids(reads),
             _ids(writes),
         )
-        sent = [_copied(each) for each in reads]
-        arrived = sent if reads is writes else [torch.empty(each.numel(), dtype=each.dtype) for each in writes]
-        carried = carry(sent, arrived)
+        graph = CUDAGraph.of(self._stream)
+        call = Call([_Place.of(each) for each in reads], [_Place.of(each) for each in writes], carry, reads is writes)
+        call.begin()
+        if graph is not None:
+            graph.call(self._stream, f"{op} begins", call.begin, [each.memory for each in call.reads])
+        end = self._stream.record_event()
 
         def finish() -> None:
-            for target, values in zip(writes, arrived, strict=True):
-                _bytes(target).copy_(values.view(torch.uint8))
+            call.finish()
+            if graph is not None:
+                # the caller's stream has waited for the communicator's, in which it counts
+                graph.call(self._stream, op, call.finish, (), [each.memory for each in call.writes])
 
-        return Work(self._stream.record_event(), carried, (*reads, *writes), finish)
+        return Work(end, finish, (*reads, *writes))
+
+
+class Call:
+    """The bytes of a collective on their way over gloo, once or, in a graph, again and again."""
+
+    def __init__(
+        self, reads: Sequence[_Place], writes: Sequence[_Place], carry: Callable[[Any, Any], Any], inside: bool
+    ):
+        self.reads, self.writes, self._carry, self._inside = reads, writes, carry, inside
+        self._carried: Any = None
+        self._arrived: list[Any] = []
+
+    def begin(self) -> None:
+        """What is read leaves."""
+        import torch
+
+        sent = [each.bytes().clone().view(each.dtype) for each in self.reads]
+        made = [torch.empty(each.num_bytes, dtype=torch.uint8).view(each.dtype) for each in self.writes]
+        self._arrived = sent if self._inside else made
+        self._carried = self._carry(sent, self._arrived)
+
+    def finish(self) -> None:
+        """What has come is written."""
+        import torch
+
+        self._carried.wait()
+        for target, values in zip(self.writes, self._arrived, strict=True):
+            target.bytes().copy_(values.view(torch.uint8))
+        self._carried, self._arrived = None, []
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a contiguous tensor lies on pretended CUDA."""
+
+    address: int
+    num_bytes: int
+    dtype: Any
+    memory: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> _Place:
+        assert tensor.is_contiguous(), "NCCL takes tensors whose elements lie one after the other"
+        return cls(tensor.data_ptr(), tensor.nbytes, tensor.dtype, _memory(tensor))
+
+    def bytes(self) -> Any:
+        """Its bytes, where they lie."""
+        import torch
+
+        if not self.num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = (ctypes.c_char * self.num_bytes).from_address(self.address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _ids(tensors: Sequence[Any]) -> bytes:
-    found = [library.pretended_memory(ctypes.c_void_p(each.untyped_storage().data_ptr())) for each in tensors]
-    return ",".join(map(str, found)).encode()
+    return ",".join(str(_memory(each)) for each in tensors).encode()
 
 
-def _bytes(tensor: Any) -> Any:
-    """The bytes of a contiguous tensor on pretended CUDA, where they lie."""
-    import torch
-
-    assert tensor.is_contiguous(), "NCCL takes tensors whose elements lie one after the other"
-    if not tensor.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _copied(tensor: Any) -> Any:
-    """Its values now, one after the other, as a tensor of the host."""
-    return _bytes(tensor).clone().view(tensor.dtype)
+def _memory(tensor: Any) -> int:
+    return int(library.pretended_memory(ctypes.c_void_p(tensor.untyped_storage().data_ptr())))

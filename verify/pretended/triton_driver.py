@@ -8,12 +8,16 @@ threads. What a launch reads and writes is noted in the log of streams.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +108,9 @@ class PretendedLauncher:
     """One compiled kernel: `source` has the types of its arguments, `metadata` where its PTX is kept."""
 
     def __init__(self, source: Any, metadata: Any):
-        self._of_all = [kind != "constexpr" for kind in source.signature.values()]
+        self._names = list(source.signature)
+        self._kinds = list(source.signature.values())
+        self._constants = {self._names[path[0]]: value for path, value in source.constants.items()}
         self._metadata, self._name = metadata, str(metadata.name)
         self._ready: Any = None
 
@@ -117,34 +123,97 @@ class PretendedLauncher:
 
     def __call__(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
         """A launch of x blocks; the arguments of the function are the last of `rest`."""
-        given = rest[len(rest) - len(self._of_all) :]
-        arguments = dict(
-            zip(
-                self._names, (each for each, is_there in zip(given, self._of_all, strict=True) if is_there), strict=True
-            )
-        )
         assert y == z == 1, "kernels here have one dimension of blocks"
-        ready = self._executable()
-        types = ready.program.parameters
-        values = [bits_of(value, types[number]) for number, value in enumerate(arguments)]
-        memory = Noted([*allocations(), *PEERS])
-        ready.run(
+        arguments = dict(zip(self._names, rest[len(rest) - len(self._names) :], strict=True))
+        launch = Launch(self._name, self._executable(), x, int(self._metadata.shared), self._values(arguments))
+        current = torch.cuda.current_stream()
+        if (graph := _stubs().CUDAGraph.of(current)) is None:
+            launch.run()
+            launch.note(current.stream_id)
+            return
+        touched = sorted({number for each in arguments.values() if (number := _memory(each))})
+        size = int(self._constants.get("WORLD", 1)) if "pads" in arguments else 1
+        gang = Gang.of(_addresses(int(arguments["pads"]), size)) if size > 1 else None
+        work = launch.run if gang is None else functools.partial(gang.add, launch.run)
+        graph.call(current, f"triton::{self._name}", work, touched, touched)
+
+    def _values(self, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """The bits of the parameters; the last ones are scratch memory, of which there is none."""
+        given = [arguments[name] for name, kind in zip(self._names, self._kinds, strict=True) if kind != "constexpr"]
+        types = self._executable().program.parameters
+        values = [bits_of(value, types[number]) for number, value in enumerate(given)]
+        return (*values, *[0] * (len(types) - len(values)))
+
+
+class Launch:
+    """A kernel with its arguments, that may run several times."""
+
+    def __init__(self, name: str, ready: Any, num_blocks: int, shared_bytes: int, parameters: tuple[int, ...]):
+        self._name, self._ready, self._num_blocks = name, ready, num_blocks
+        self._shared_bytes, self._parameters = shared_bytes, parameters
+        self._regions = allocations()  # a graph's memory stays where it is
+        self._memory = Noted([])
+
+    def run(self) -> None:
+        """All blocks, one after the other."""
+        self._memory = Noted([*{**self._regions, **allocations()}.values(), *PEERS])
+        self._ready.run(
             LaunchContext(
-                parameters=(*values, *[0] * (len(types) - len(values))),  # scratch memory: there is none
-                num_blocks=x,
-                num_threads=ready.program.num_threads,
-                shared_bytes=int(self._metadata.shared),
-                memory=memory,
+                parameters=self._parameters,
+                num_blocks=self._num_blocks,
+                num_threads=self._ready.program.num_threads,
+                shared_bytes=self._shared_bytes,
+                memory=self._memory,
                 failed=patient(self._name),
             )
         )
-        _library().pretended_write(
+
+    def note(self, stream: int) -> None:
+        """What it has read and written goes into the log of streams."""
+        _stubs().library.pretended_write(
             b"op",
-            ctypes.c_int64(torch.cuda.current_stream().stream_id),
+            ctypes.c_int64(stream),
             f"triton::{self._name}".encode(),
-            ",".join(sorted(memory.reads)).encode(),
-            ",".join(sorted(memory.writes)).encode(),
+            ",".join(sorted(self._memory.reads)).encode(),
+            ",".join(sorted(self._memory.writes)).encode(),
         )
+
+
+@dataclass
+class Gang:
+    """Kernels of one process that meet each other: a replay, which does one thing after the other, begins them when the
+    last has come."""
+
+    size: int
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, pads: tuple[int, ...]) -> Gang | None:
+        """The kernels that meet at these pads, where all are memory of this process."""
+        mine = {region.begin for region in allocations().values()}
+        return _GANGS.setdefault(pads, cls(len(pads))) if mine.issuperset(pads) else None
+
+    def add(self, run: Callable[[], None]) -> None:
+        """One more of them."""
+        self.waiting.append(run)
+        if len(self.waiting) == self.size:
+            waiting, self.waiting = self.waiting, []
+            with ThreadPoolExecutor(self.size) as threads:
+                list(threads.map(lambda each: each(), waiting))
+
+
+_GANGS: dict[tuple[int, ...], Gang] = {}
+
+
+def _memory(value: Any) -> int:
+    """The number of a tensor's memory, 0 of anything else."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return int(_stubs().library.pretended_memory(ctypes.c_void_p(value.untyped_storage().data_ptr())))
+
+
+def _addresses(table: int, count: int) -> tuple[int, ...]:
+    return tuple((ctypes.c_uint64 * count).from_address(table))
 
 
 def patient(kernel: str) -> Callable[[int], None]:
@@ -167,21 +236,28 @@ _REGIONS: dict[int, Region] = {}
 """By the number of an allocation, which is used once."""
 
 
-def allocations() -> Iterator[Region]:
-    """All memory of pretended devices of this process, named by its number."""
+def allocations() -> dict[int, Region]:
+    """All memory of pretended devices of this process, by its number, which is its name too."""
     numbers = np.empty((MOST_ALLOCATIONS, 3), np.int64)
-    count = _library().pretended_memories(numbers.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(MOST_ALLOCATIONS))
+    count = _stubs().library.pretended_memories(
+        numbers.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(MOST_ALLOCATIONS)
+    )
     assert count <= MOST_ALLOCATIONS, f"{count} allocations are more than are looked at"
-    alive = {}
-    for number, begin, size in numbers[:count].tolist():
-        alive[number] = _REGIONS.get(number) or Region(str(number), begin, size)
-    _REGIONS.clear()
-    _REGIONS.update(alive)
-    return iter(alive.values())
+    found = {number: (begin, size) for number, begin, size in numbers[:count].tolist()}
+    with _LOCK:
+        for number in _REGIONS.keys() - found.keys():
+            del _REGIONS[number]
+        for number, (begin, size) in found.items():
+            if number not in _REGIONS:
+                _REGIONS[number] = Region(str(number), begin, size)
+        return dict(_REGIONS)
 
 
-def _library() -> Any:
-    return sys.modules["shardproof_pretended_stubs"].library
+_LOCK = threading.Lock()
+
+
+def _stubs() -> Any:
+    return sys.modules["shardproof_pretended_stubs"]
 
 
 class PretendedDriver(DriverBase):

@@ -18,7 +18,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -55,11 +59,110 @@ c10::DeviceIndex num_devices() {
   return asked ? std::min(std::atoi(asked), MOST_DEVICES) : 8;
 }
 
+// ---- graphs: what is given to the streams of a capture is noted, and a replay does it again on the same memory.
+
+constexpr unsigned char POISON = 0xFF;  // no number as a float, -1 as an integer
+
+struct Block {
+  void* data;
+  size_t num_bytes;
+  int64_t graph;
+  bool freed;
+};
+
+// The memory that captures allocate. It stays until the last graph and the last tensor in it are gone.
+struct Pool {
+  std::map<int64_t, Block> blocks;  // by number of the memory
+  ~Pool() {
+    for (auto& [id, block] : blocks) std::free(block.data);
+  }
+};
+
+using Clock = std::map<int64_t, int64_t>;  // by stream, how many pieces of its work are over
+
+struct Node {
+  std::function<void()> run;  // none where `call` is for Python
+  int64_t call;
+  std::string name;
+};
+
+struct Graph {
+  int64_t id, origin, ended = 0;
+  std::shared_ptr<Pool> pool;
+  std::vector<Node> nodes;
+  std::set<int64_t> reads, writes;                         // memory from outside of the pool
+  std::map<int64_t, std::pair<void*, std::string>> before;  // what such memory had before the capture wrote to it
+  std::map<int64_t, Clock> clocks;
+  size_t next = 0;
+  bool failed = false;
+};
+
+std::recursive_mutex graph_mutex;
+std::map<int64_t, std::shared_ptr<Graph>> graphs;
+std::map<int64_t, std::shared_ptr<Pool>> pools;
+std::map<int64_t, Graph*> captured_streams;
+std::map<int64_t, std::pair<int64_t, Clock>> captured_events;  // by event: the graph, and what was over
+std::set<int64_t> live;                                        // memory that is allocated
+std::map<int64_t, std::pair<void*, size_t>> places;            // where it lies, and its bytes
+std::atomic<int64_t> num_graphs{1}, num_calls{1};
+std::atomic<int> num_captures{0};
+
+// The capture that a stream is part of. While one goes on, whatever is given to another stream is an error.
+Graph* capture_of(int64_t stream, const std::string& what) {
+  if (!num_captures) return nullptr;
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  auto found = captured_streams.find(stream);
+  if (found != captured_streams.end()) return found->second;
+  for (auto& entry : captured_streams) entry.second->failed = true;
+  TORCH_CHECK(false, "while a graph is captured, ", what, label.empty() ? "" : " in ", label, " is given to stream ", stream,
+              ", which is no part of the capture: it would not be replayed, and what it allocates is not in the graph's pool");
+}
+
+void no_wait(const std::string& what) {
+  if (!num_captures) return;
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  for (auto& entry : captured_streams) entry.second->failed = true;
+  TORCH_CHECK(false, "while a graph is captured, the host waits: ", what, label.empty() ? "" : " in ", label);
+}
+
+void touches(Graph& graph, const std::vector<int64_t>& ids, bool writes) {
+  for (auto id : ids) {
+    if (!id || graph.pool->blocks.count(id)) continue;
+    (writes ? graph.writes : graph.reads).insert(id);
+    if (writes && !graph.before.count(id)) {
+      auto [data, num_bytes] = places.at(id);
+      graph.before[id] = {data, std::string(static_cast<const char*>(data), num_bytes)};
+    }
+  }
+}
+
+// Before work is done that a capture takes part in: keeps what it overwrites outside of the pool.
+void begins(Graph* graph, const std::vector<int64_t>& writes) {
+  if (!graph) return;
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  touches(*graph, writes, true);
+}
+
+void notes(Graph* graph, int64_t stream, const std::vector<int64_t>& reads, const std::vector<int64_t>& writes, Node node) {
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  touches(*graph, reads, false);
+  touches(*graph, writes, true);
+  graph->clocks[stream][stream]++;
+  graph->nodes.push_back(std::move(node));
+}
+
+// The memory of the graph, and what others may have used since, is whatever it is.
+void spoil(Graph& graph) {
+  for (auto& [_, block] : graph.pool->blocks)
+    if (block.freed || block.graph == graph.id) std::memset(block.data, POISON, block.num_bytes);
+}
+
 struct Memory {
   int64_t id;
   void* data;
   size_t num_bytes;
   bool is_shared;
+  std::shared_ptr<Pool> pool;  // none outside of captures
 };
 
 std::unordered_map<const void*, const Memory*> memories;  // by where they begin; under `mutex`
@@ -72,13 +175,20 @@ void release(void* context) {
     std::lock_guard<std::mutex> held(mutex);
     memories.erase(memory->data);
   }
+  {
+    std::lock_guard<std::recursive_mutex> held(graph_mutex);
+    live.erase(memory->id);
+    places.erase(memory->id);
+    if (memory->pool) memory->pool->blocks.at(memory->id).freed = true;
+  }
   if (memory->is_shared) munmap(memory->data, memory->num_bytes);
-  else std::free(memory->data);
+  else if (!memory->pool) std::free(memory->data);
   delete memory;
 }
 
 struct PretendedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
+    auto* graph = capture_of(here(), "an allocation");
     void* data = nullptr;
     const int shared = std::exchange(next_shared, -1);
     if (shared >= 0) {
@@ -88,7 +198,13 @@ struct PretendedAllocator final : c10::Allocator {
     } else if (posix_memalign(&data, 256, num_bytes ? num_bytes : 1)) {  // as the caching allocator aligns
       throw std::bad_alloc();
     }
-    auto* memory = new Memory{num_memories++, data, num_bytes, shared >= 0};
+    auto* memory = new Memory{num_memories++, data, num_bytes, shared >= 0, graph && shared < 0 ? graph->pool : nullptr};
+    {
+      std::lock_guard<std::recursive_mutex> held(graph_mutex);
+      live.insert(memory->id);
+      places[memory->id] = {data, num_bytes};
+      if (memory->pool) memory->pool->blocks[memory->id] = {data, num_bytes, graph->id, false};
+    }
     {
       std::lock_guard<std::mutex> held(mutex);
       memories[data] = memory;
@@ -134,21 +250,47 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
   void record(void** event, const S& on, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new int64_t(0);
-    *static_cast<int64_t*>(*event) = num_events++;
-    write("record", on.id(), std::to_string(*static_cast<int64_t*>(*event)));
+    auto id = *static_cast<int64_t*>(*event) = num_events++;
+    if (num_captures) {
+      std::lock_guard<std::recursive_mutex> held(graph_mutex);
+      auto found = captured_streams.find(on.id());
+      if (found != captured_streams.end()) captured_events[id] = {found->second->id, found->second->clocks[on.id()]};
+    }
+    write("record", on.id(), std::to_string(id));
   }
   void block(void* event, const S& on) const override {
-    if (event) write("wait", on.id(), std::to_string(*static_cast<int64_t*>(event)));
+    if (!event) return;
+    joins(*static_cast<int64_t*>(event), on.id());
+    write("wait", on.id(), std::to_string(*static_cast<int64_t*>(event)));
+  }
+  // A stream that waits for an event of a capture takes part in it; one that takes part waits for no other.
+  static void joins(int64_t event, int64_t stream) {
+    std::lock_guard<std::recursive_mutex> held(graph_mutex);
+    auto known = captured_events.find(event);
+    auto part = captured_streams.find(stream);
+    if (known == captured_events.end()) {
+      if (part == captured_streams.end()) return;
+      part->second->failed = true;
+      TORCH_CHECK(false, "a stream of a capture waits", label.empty() ? "" : " in ", label, " for what was recorded outside of it");
+    }
+    auto found = graphs.find(known->second.first);
+    TORCH_CHECK(found != graphs.end() && !found->second->ended, "stream ", stream, " waits for an event of a capture that is over");
+    if (part == captured_streams.end()) captured_streams[stream] = found->second.get();
+    for (auto [of, number] : known->second.second) {
+      auto& own = found->second->clocks[stream][of];
+      own = std::max(own, number);
+    }
   }
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<int64_t*>(event); }
   void synchronizeEvent(void* event) const override {
+    no_wait("for an event");
     if (event) write("host waits for event", here(), std::to_string(*static_cast<int64_t*>(event)));
   }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
   bool queryStream(const S&) const override { return true; }
-  void synchronizeStream(const S& on) const override { write("host waits for stream", on.id(), ""); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { write("host waits for device", here(), ""); }
+  void synchronizeStream(const S& on) const override { no_wait("for a stream"); write("host waits for stream", on.id(), ""); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { no_wait("for the device"); write("host waits for device", here(), ""); }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const S& on) const override {
     if (pointer.get_deleter() == &release) write("record_stream", on.id(), std::to_string(static_cast<Memory*>(pointer.get_context())->id));
   }
@@ -210,6 +352,25 @@ std::string joined(const std::vector<int64_t>& ids) {
   return text;
 }
 
+// Whether the host has to know what an operator finds before it can go on.
+bool asks_device(const std::string& name, const std::vector<c10::IValue>& given) {
+  static const std::set<std::string> names = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::equal", "aten::bincount"};
+  if (names.count(name)) return true;
+  if (name == "aten::repeat_interleave") return given.size() < 2 || !given.back().isInt();
+  if (name != "aten::index") return false;
+  for (const std::optional<at::Tensor>& each : given[1].toOptionalTensorList())
+    if (each && (each->scalar_type() == at::kBool || each->scalar_type() == at::kByte)) return true;
+  return false;
+}
+
+// The values that an operator was given, for its replays: memory of devices as it is then, numbers of the host as they are now.
+std::vector<c10::IValue> kept(const std::vector<c10::IValue>& given, const std::vector<c10::IValue>& values) {
+  auto found = values;
+  for (size_t i = 0; i < given.size(); i++)
+    if (given[i].isTensor() && given[i].toTensor().defined() && !given[i].toTensor().is_cuda()) found[i] = given[i].toTensor().clone();
+  return found;
+}
+
 // The kernel of every operator that has none of its own: that of the CPU, on the same memory.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -250,6 +411,14 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   }
   On on(place);
   std::vector<c10::IValue> aliases(stack->begin() + first, stack->end());
+  auto* graph = capture_of(here(), schema.name());
+  std::vector<c10::IValue> again;
+  if (graph) {
+    if (asks_device(schema.name(), given)) no_wait(schema.name());
+    begins(graph, writes);
+    again = kept(given, aliases);
+  }
+  std::vector<std::pair<size_t, at::Tensor>> results, resized;  // by place among what is returned, and among what was given
   op.callBoxed(stack);
   for (size_t i = 0; i < count; i++) {  // results that the kernel has made larger
     const auto* alias = schema.arguments()[i].alias_info();
@@ -258,6 +427,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     if (target.sizes() == result.sizes()) continue;
     resize_(target, result.sizes(), std::nullopt);
     if (result.numel()) on_cpu(target).copy_(result);
+    resized.emplace_back(i, on_cpu(target));
   }
   const auto returns = schema.returns().size();
   const auto begin = stack->size() - returns;
@@ -281,9 +451,11 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     } else if (value.isTensor()) {
       value = as_cuda(value.toTensor());
       writes.push_back(memory_of(value.toTensor()));
+      if (value.toTensor().defined()) results.emplace_back(i, on_cpu(value.toTensor()));
     } else if (value.isTensorList() && !alias) {
       c10::List<at::Tensor> list;
       for (const at::Tensor& each : value.toTensorList()) {
+        TORCH_CHECK(!graph, schema.name(), " makes a list of tensors, which captures of pretended CUDA do not know");
         auto made = as_cuda(each);
         writes.push_back(memory_of(made));
         list.push_back(made);
@@ -291,10 +463,31 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
       value = list;
     }
   }
+  if (graph && (!writes.empty() || !results.empty())) {
+    auto run = [op, again, results, resized, name = schema.name()]() {
+      auto values = again;
+      auto arguments = again;
+      op.callBoxed(&values);
+      for (auto& [i, target] : results) {
+        const auto& made = values[i].toTensor();
+        TORCH_CHECK(made.sizes() == target.sizes(), name, " has another result than when it was captured: ", made.sizes(), ", not ", target.sizes());
+        if (target.numel()) at::Tensor(target).copy_(made);
+      }
+      for (auto& [i, target] : resized)
+        if (target.numel()) at::Tensor(target).copy_(arguments[i].toTensor());
+    };
+    notes(graph, here(), reads, writes, {run, 0, schema.name() + (label.empty() ? "" : " in ") + label});
+  }
   write("op", here(), schema.name(), joined(reads), joined(writes));
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  if (auto* graph = capture_of(here(), "aten::copy_")) {
+    if (!self.is_cuda() || !source.is_cuda()) no_wait("a copy between host and device");
+    begins(graph, {memory_of(self)});
+    notes(graph, here(), {memory_of(source)}, {memory_of(self)},
+          {[to = on_cpu(self), from = on_cpu(source)]() { at::Tensor(to).copy_(from); }, 0, "aten::copy_" + std::string(label.empty() ? "" : " in ") + label});
+  }
   on_cpu(self).copy_(on_cpu(source));
   write("op", here(), "aten::copy_", joined({memory_of(source)}), joined({memory_of(self)}));
   if (!self.is_cuda() && !(non_blocking && self.is_pinned())) write("host waits for stream", here(), "copy to the host");
@@ -302,6 +495,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
+  no_wait("a number for the host");
   write("op", here(), "aten::_local_scalar_dense", joined({memory_of(self)}), "");
   write("host waits for stream", here(), "a number for the host");
   return at::_local_scalar_dense(on_cpu(self));
@@ -376,6 +570,104 @@ int64_t pretended_memories(int64_t* numbers, int64_t room) {
 void pretended_share(int file) { next_shared = file; }
 void pretended_write(const char* kind, int64_t stream, const char* name, const char* reads, const char* writes) { write(kind, stream, name, reads, writes); }
 void pretended_label(const char* text) { label = text; }
+// Graphs. A number is that of a graph; 0 is none.
+int64_t pretended_new_pool() {
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  auto id = num_graphs++;
+  pools[id] = std::make_shared<Pool>();
+  return id;
+}
+int64_t pretended_capture_begin(int64_t stream, int64_t pool) {
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  auto graph = std::make_shared<Graph>();
+  graph->id = num_graphs++;
+  graph->origin = stream;
+  graph->pool = pools.at(pool);
+  graphs[graph->id] = graph;
+  captured_streams[stream] = graph.get();
+  graph->clocks[stream];
+  num_captures++;
+  return graph->id;
+}
+// What is wrong with the capture; an empty text where nothing is, or where it has been said.
+const char* pretended_capture_end(int64_t number) {
+  static thread_local std::string wrong;
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  auto& graph = *graphs.at(number);
+  num_captures--;
+  wrong.clear();
+  for (auto part = captured_streams.begin(); part != captured_streams.end();) {
+    if (part->second != &graph) {
+      ++part;
+      continue;
+    }
+    if (graph.clocks[graph.origin][part->first] < graph.clocks[part->first][part->first])
+      wrong = "the work of stream " + std::to_string(part->first) + " is not waited for at the end of the capture";
+    part = captured_streams.erase(part);
+  }
+  graph.ended = num_events++;
+  write("record", graph.origin, std::to_string(graph.ended));
+  for (auto& [_, held_before] : graph.before) std::memcpy(held_before.first, held_before.second.data(), held_before.second.size());
+  spoil(graph);  // nothing that was captured has run
+  if (graph.failed) wrong.clear();
+  return wrong.c_str();
+}
+int64_t pretended_capturing(int64_t stream) {
+  if (!num_captures) return 0;
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  auto found = captured_streams.find(stream);
+  return found == captured_streams.end() ? 0 : found->second->id;
+}
+// A piece of work of Python in a capture, of this memory; it is called by the number that comes back.
+int64_t pretended_call(int64_t number, int64_t stream, const char* name, const int64_t* reads, int64_t num_reads, const int64_t* writes, int64_t num_writes) {
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  auto call = num_calls++;
+  notes(graphs.at(number).get(), stream, {reads, reads + num_reads}, {writes, writes + num_writes}, {nullptr, call, name});
+  return call;
+}
+// Begins a replay. What is wrong with it, or an empty text.
+const char* pretended_replay(int64_t number) {
+  static thread_local std::string wrong;
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  auto& graph = *graphs.at(number);
+  wrong.clear();
+  for (const auto* memory : {&graph.reads, &graph.writes})
+    for (auto id : *memory)
+      if (!live.count(id)) wrong = "a graph is replayed that uses memory " + std::to_string(id) + ", which was allocated outside of its pool and has been let go of since";
+  if (!wrong.empty()) return wrong.c_str();
+  spoil(graph);
+  graph.next = 0;
+  std::vector<int64_t> reads(graph.reads.begin(), graph.reads.end()), writes(graph.writes.begin(), graph.writes.end());
+  for (auto& [id, block] : graph.pool->blocks)
+    if (block.graph == graph.id && !block.freed) writes.push_back(id);
+  write("wait", here(), std::to_string(graph.ended));
+  write("op", here(), "graph replay", joined(reads), joined(writes));
+  return wrong.c_str();
+}
+// Goes on with it up to the next piece of Python's work, whose number comes back: 0 at the end, -1 where it fails.
+int64_t pretended_go_on(int64_t number, char* wrong, int64_t room) {
+  std::shared_ptr<Graph> graph;
+  {
+    std::lock_guard<std::recursive_mutex> held(graph_mutex);
+    graph = graphs.at(number);
+  }
+  at::NoGradGuard without;
+  while (graph->next < graph->nodes.size()) {
+    const auto& node = graph->nodes[graph->next++];
+    if (!node.run) return node.call;
+    try {
+      node.run();
+    } catch (const std::exception& error) {
+      std::snprintf(wrong, room, "%s: %s", node.name.c_str(), error.what());
+      return -1;
+    }
+  }
+  return 0;
+}
+void pretended_forget_graph(int64_t number) {
+  std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  graphs.erase(number);
+}
 void pretended_flush() {
   std::lock_guard<std::mutex> held(mutex);
   if (file) std::fflush(file);
