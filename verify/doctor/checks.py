@@ -50,7 +50,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """`function`, `module:name` in this folder, takes a `Machine` and gives a `Result`, within `limit_s` seconds."""
+    """`function`, `module:name` in this folder, or of a module's whole name, takes a `Machine` and gives a `Result`,
+    within `limit_s` seconds."""
 
     name: str
     what: str
@@ -126,7 +127,7 @@ def main(function: str) -> None:
     machine = Machine(**{**given, "gpus": tuple(given["gpus"]), "links": links})
     module, name = function.split(":")
     try:
-        result = getattr(importlib.import_module(f".{module}", __package__), name)(machine)
+        result = getattr(importlib.import_module(module if "." in module else f".{module}", __package__), name)(machine)
     except Exception as error:
         result = Result("failed", error_words(error))
     with os.fdopen(int(os.environ[RESULT_VARIABLE]), "wb") as pipe:
