@@ -59,17 +59,21 @@ class ShardedAdamW:
         self._states: dict[int, dict[str, Tensor]] = {}
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor], coefficient: float) -> None:
-        """Updates every tensor of `held` from its gradient times `coefficient`; gradients are in the order
-        of `held`, and used up."""
-        scale = None
-        if self.held and coefficient != 1.0:  # the kernel divides as it goes, as it does for torch's loss scaling
-            scale = torch.tensor(1 / coefficient, device=self.held[0].tensor.device)
+    def step(self, gradients: Sequence[Tensor], coefficient: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """Updates every tensor of `held` from its gradient times `coefficient`, fp64 []; gradients are in the order of
+        `held`, and used up. Where `skip`, bool [], is true nothing changes. The host waits for neither."""
+        # the kernel divides as it goes, and leaves out the update, as it does for torch's loss scaling
+        scale = None if coefficient is None else (1 / coefficient).float()
+        skipped = None if skip is None else skip.float()
         pairs = list(zip(self.held, gradients, strict=True))
         for decay in (True, False):
-            self._update([(one, gradient) for one, gradient in pairs if one.parameter.decay == decay], decay, scale)
+            self._update(
+                [(one, gradient) for one, gradient in pairs if one.parameter.decay == decay], decay, scale, skipped
+            )
 
-    def _update(self, pairs: Sequence[tuple[Held, Tensor]], decay: bool, scale: Tensor | None) -> None:
+    def _update(
+        self, pairs: Sequence[tuple[Held, Tensor]], decay: bool, scale: Tensor | None, skipped: Tensor | None
+    ) -> None:
         """One call of the library for tensors with equal weight decay."""
         rows: list[tuple[Tensor, ...]] = []
         counts: list[Tensor] = []
@@ -92,6 +96,7 @@ class ShardedAdamW:
             foreach=False,
             fused=True,
             grad_scale=scale,
+            found_inf=skipped,
             amsgrad=False,
             beta1=first,
             beta2=second,
@@ -164,7 +169,7 @@ def _filled(ends: Tensor) -> Tensor:
     return F.pad(ends, (0, -len(ends) % VECTOR_ELEMENTS))
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """The factor that brings a norm down to `max_norm`: min(1, max_norm / (norm + 1e-6)); 1 when
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor, fp64 [], that brings a norm down to `max_norm`: min(1, max_norm / (norm + 1e-6)); 1 when
     `max_norm` is 0 (no clipping)."""
-    return min(1.0, max_norm / (norm + CLIP_EPS)) if max_norm > 0 else 1.0
+    return (max_norm / (norm + CLIP_EPS)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)

@@ -36,6 +36,12 @@ def take_over(tensor: Tensor, moment: Moment) -> Tensor:
     return tensor
 
 
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the host on a device. The host does not wait: what it holds in pageable memory is copied on the way
+    (CUDA, "API synchronization behavior")."""
+    return tensor.to(device, non_blocking=True)
+
+
 def used_here(tensors: Iterable[Tensor]) -> None:
     """The current stream uses tensors that others have made and that it already comes after: their memory is not given
     to others before it has."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...core.model.parameters import Parameter
 from ..gradients.gradients import ExpertCopies
-from ..gradients.not_finite import NotFinite
+from ..gradients.not_finite import Found
 from ..transport.base import Group
 
 SamplesOf = Callable[[int], tuple[int, int]]
@@ -71,10 +71,10 @@ class DataParallel(ABC):
     def share(self) -> None:
         """Brings the weights of `pieces`, after they have changed, to the layers of all copies."""
 
-    def not_finite(self) -> NotFinite | None:
+    def not_finite(self) -> Found:
         """What this rank's own gradients of the step had that is no number, where they were
         reduced before REDUCE_GRAD."""
-        return None
+        return lambda: None
 
     def counts(self, parameter: Parameter) -> bool:
         """Whether this rank is the one copy whose pieces of a parameter enter sums over all."""

@@ -13,7 +13,7 @@ from ...core.plan.plan import Plan
 from ...core.program.buckets import Bucket, gradient_buckets, sums_are_sharded, waits_for_parts
 from ...core.program.tensors import sequences_are_cut
 from ..gradients.gradients import ExpertCopies, Gradients
-from ..gradients.not_finite import NotFinite
+from ..gradients.not_finite import Found
 from ..gradients.parameter import Shard
 from ..gradients.part_sums import PartSums, Reduced
 from ..numerics import Numerics
@@ -88,8 +88,8 @@ class ShardedStage(DataParallel):
         nodes = () if experts is None else experts.nodes
         return self._sums.reduce_parts(self._copies.dense, samples_of, tp, self._copies.experts, nodes)
 
-    def not_finite(self) -> NotFinite | None:
-        return None if self.part_sums is None else self.part_sums.take_not_finite()
+    def not_finite(self) -> Found:
+        return super().not_finite() if self.part_sums is None else self.part_sums.take_not_finite()
 
     def counts(self, parameter: Parameter) -> bool:
         return self._copies_of(parameter.expert).is_first

@@ -85,7 +85,7 @@ class EarlySums(Protocol):
 
     def take(self) -> Mapping[str, Tensor]: ...
 
-    def take_not_finite(self) -> not_finite.NotFinite | None: ...
+    def take_not_finite(self) -> not_finite.Found: ...
 
 
 class Gradients:
@@ -136,7 +136,7 @@ class Gradients:
         self._are_handed_over = False
         # Gradients already looked through for NaN in this step, and the last one that had any.
         self._looked_at: set[str] = set()
-        self._not_finite: not_finite.NotFinite | None = None
+        self._not_finite: list[not_finite.Found] = []
 
     def register(self, usage: Usage, shape: torch.Size, owned: OwnedPart | None = None) -> None:
         """Starts a sum for the uses of a parameter, of which this rank holds a part of `shape`; with `owned` this rank
@@ -381,16 +381,18 @@ class Gradients:
         held = {key: list(each.held) for key, each in self._sums.items() if key in keys and key not in self._looked_at}
         self._looked_at |= held.keys()
         used_here(tensor for tensors in held.values() for tensor in tensors)
-        found, order = not_finite.find(held), list(self._usages)
-        if found is not None and (
-            self._not_finite is None or order.index(found.name) > order.index(self._not_finite.name)
-        ):
-            self._not_finite = found
+        self._not_finite.append(not_finite.look(held))
 
-    def take_not_finite(self) -> not_finite.NotFinite | None:
+    def take_not_finite(self) -> not_finite.Found:
         """The last gradient of the stage's layers that was not finite when it was reduced; it is forgotten."""
-        found, self._not_finite = self._not_finite, None
-        return found
+        looks, self._not_finite = self._not_finite, []
+        order = list(self._usages)
+
+        def last() -> not_finite.NotFinite | None:
+            found = [each for each in (look() for look in looks) if each is not None]
+            return max(found, key=lambda each: order.index(each.name), default=None)
+
+        return last
 
     def _finish_owned(self, tp: Group | None) -> None:
         """Adds over tensor-parallel ranks what each knows of its own tokens or heads, all gradients

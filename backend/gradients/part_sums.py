@@ -41,7 +41,7 @@ class PartSums:
         buckets: Sequence[Reduced],
         lane: CommunicationLane | None = None,
     ):
-        self._not_finite: not_finite.NotFinite | None = None
+        self._not_finite: list[not_finite.Found] = []
         self._numerics = numerics
         self._gradients = gradients
         self._buckets = buckets
@@ -88,10 +88,10 @@ class PartSums:
                 found[each.bucket.name] = total[: self._lengths[each.bucket.name]].float()
         return found
 
-    def take_not_finite(self) -> not_finite.NotFinite | None:
+    def take_not_finite(self) -> not_finite.Found:
         """What the rank's own gradients of a step had, before they were added to others', that is no number."""
-        found, self._not_finite = self._not_finite, None
-        return found
+        looks, self._not_finite = self._not_finite, []
+        return lambda: next((found for found in (look() for look in looks) if found is not None), None)
 
     def _is_given(self, key: str) -> bool:
         return self._given[key] == self._gradients.num_uses(self._gradients.usages[key])
@@ -100,7 +100,7 @@ class PartSums:
         reduced = self._buckets[self._next]
         self._next += 1
         sums = self._gradients.take(reduced.keys)
-        self._not_finite = self._not_finite or not_finite.find({key: each.held for key, each in sums.items()})
+        self._not_finite.append(not_finite.look({key: each.held for key, each in sums.items()}))
         if self._lane is None:
             self._add(reduced.bucket.name, self._scattered(reduced, sums))
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ...core.model.blocks import layer_prefix
 from ..tensor_parallel import LayerContext, recomputed
@@ -177,11 +178,10 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (results, weights_TK), (outgoing, context) = ctx.saved_tensors, ctx.of
-        is_sent = outgoing.places_TK < outgoing.num_copies
-        weights = weights_TK.new_empty(outgoing.num_copies)
-        weights[outgoing.places_TK[is_sent]] = weights_TK[is_sent]
         dy_copies = dy_TH[outgoing.tokens]
-        dots = context.numerics.row_dots(dy_copies, results)
-        dweights_TK = torch.zeros_like(weights_TK)
-        dweights_TK[is_sent] = dots[outgoing.places_TK[is_sent]]
-        return (dy_copies * weights.unsqueeze(-1)).to(results.dtype), dweights_TK, None, None
+        # one place more than there are copies, for the choices that were dropped
+        weights = weights_TK.new_zeros(len(dy_copies) + 1)
+        weights[outgoing.places_TK] = weights_TK
+        dots = F.pad(context.numerics.row_dots(dy_copies, results), (0, 1))
+        dresults = (dy_copies * weights[:-1].unsqueeze(-1)).to(results.dtype)
+        return dresults, dots[outgoing.places_TK], None, None

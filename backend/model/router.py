@@ -96,7 +96,8 @@ class Router(nn.Module):
         weights_BSK = _weights(scores_BSE, experts_BSK, self.model)
         with self.context.recorder.layer(self.name):
             if training and self.expert_bias is not None:
-                self.counts[microbatch.index] = torch.bincount(experts_BSK.flatten(), minlength=self.model.num_experts)
+                chosen, counts = experts_BSK.flatten(), experts_BSK.new_zeros(self.model.num_experts)
+                self.counts[microbatch.index] = counts.index_add_(0, chosen, torch.ones_like(chosen))
             if training and self.adds_losses:
                 losses_BS = self._losses(scores_BSE, log_sum_BS, deciding_BSE)
                 self.losses[microbatch.index] = self.context.numerics.sum([losses_BS])
@@ -124,10 +125,10 @@ class Router(nn.Module):
         used_here(counts)
         return torch.stack(counts).sum(0)
 
-    def update_bias(self, rate: float) -> None:
-        """Aux-loss-free balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1): `rate` more for an expert that had
-        less than the mean of `step_counts`, `rate` less for one that had more. Counts are integers, so this has no
-        rounding to differ in."""
+    def update_bias(self, rate: Tensor) -> None:
+        """Aux-loss-free balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1): `rate`, fp32 [], more for an
+        expert that had less than the mean of `step_counts`, `rate` less for one that had more. Counts are integers, so
+        this has no rounding to differ in."""
         if self.expert_bias is None:
             return
         assert self.step_counts is not None

@@ -31,9 +31,13 @@ from .tokens import OwnedTokens
 
 
 class Scalar(Protocol):
-    """A partial sum of a scalar: `a + b`, `float(a)`, and the sum over a group's members."""
+    """A partial sum of a scalar: `a + b`, and the sum over a group's members. `float(a)` waits for the device."""
 
     def __float__(self) -> float: ...
+
+    @property
+    def value(self) -> Tensor:
+        """fp64 [], where it is computed: nobody waits."""
 
     def __add__(self, other: Any, /) -> Any: ...
 

@@ -59,6 +59,11 @@ class ExactSum:
             return {_POSITIVE: math.inf, _NEGATIVE: -math.inf}.get(self.special, math.nan)
         return self.total / (1 << -LOWEST_EXPONENT)  # the quotient of two integers is correctly rounded
 
+    @property
+    def value(self) -> Tensor:
+        """`float()` as fp64 [] on the device."""
+        return torch.full((), float(self), dtype=torch.float64, device=self.device)
+
     def over(self, group: Group) -> ExactSum:
         """The sum over a group's members, the same on every one."""
         if group.size == 1:

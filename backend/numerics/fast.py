@@ -182,12 +182,17 @@ class FastNumerics(FastExpertNumerics, Numerics):
         return self.reduce_gradients_part(gradients, copies, lambda _: (0, 0))
 
     def sum(self, tensors: Iterable[Tensor]) -> FastSum:
-        return FastSum(sum(tensor.sum(dtype=torch.float64).item() for tensor in tensors), self.device)
+        sums = [tensor.detach().sum(dtype=torch.float64) for tensor in tensors]
+        return FastSum(torch.stack(sums).sum() if sums else self._zero)
 
     def sum_of_squares(self, tensors: Iterable[Tensor]) -> FastSum:
         """Rows are short enough for fp32; they are added up in fp64."""
         rows = [torch.linalg.vector_norm(_rows(tensor), dim=-1).double() for tensor in tensors if tensor.numel()]
-        return FastSum(float(torch.cat(rows).square_().sum()) if rows else 0.0, self.device)
+        return FastSum(torch.cat(rows).square_().sum() if rows else self._zero)
+
+    @property
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
 
 
 class FastAccumulator:
@@ -220,25 +225,21 @@ class FastAccumulator:
 
 @dataclass(frozen=True)
 class FastSum:
-    """A scalar summed in fp64."""
+    """A scalar summed in fp64: `value` is []."""
 
-    value: float
-    device: torch.device
+    value: Tensor
 
     def __float__(self) -> float:
         return float(self.value)
 
     def __add__(self, other: FastSum) -> FastSum:
-        return FastSum(self.value + other.value, self.device)
+        return FastSum(self.value + other.value)
 
     def over(self, group: Group) -> FastSum:
         """The sum over the members in the library's order."""
         if group.size == 1:
             return self
-        return FastSum(
-            group.all_reduce(torch.tensor([self.value], dtype=torch.float64, device=self.device), "sum").item(),
-            self.device,
-        )
+        return FastSum(group.all_reduce(self.value.reshape(1), "sum").reshape(()))
 
 
 def _rows(tensor: Tensor) -> Tensor:

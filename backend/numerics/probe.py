@@ -217,7 +217,7 @@ def _optimizer(plan: Plan, device: torch.device) -> int:
         held = Held(Parameter("weight", (37, 129)), (slice(0, 37), slice(0, 129)), cut(weight.clone()), True)
         optimizer = ShardedAdamW([held], plan.optimizer, 1e-2)
         for gradient in gradients:
-            optimizer.step([cut(gradient.clone())], 0.7)
+            optimizer.step([cut(gradient.clone())], torch.tensor(0.7, dtype=torch.float64))
         return held.tensor
 
     whole = updated(lambda x: x)

@@ -36,19 +36,24 @@ class Observation:
         self._coming: dict[int, dict[str, Shard]] = {}
         self._step = -1
 
-    def gradients(
-        self, optimizer: ShardedAdamW, found: Sequence[Tensor], share: float, loss: float, norm: float
+    def computed(
+        self,
+        optimizer: ShardedAdamW,
+        found: Sequence[Tensor],
+        share: float,
+        numbers: Sequence[float],
+        *,
+        skipped: bool,
     ) -> None:
-        """What STEP computed before the update: gradients times `share` as backward finishes them, last layer first."""
+        """What STEP computed before the update: the loss, gradients times `share` as backward finishes them, last layer
+        first, and their norm. Of a step that is `skipped` these are no numbers, which have no bits to compare."""
+        loss, norm, *_ = numbers
         self._observer.scalar("loss", loss)
+        if skipped:
+            return
         for one, gradient in reversed(list(zip(optimizer.held, found, strict=True))):
             self._observer.gradient(one.name, one.slices, gradient if share == 1.0 else gradient * share)
         self._observer.scalar("grad_norm", norm)
-
-    def skipped(self, loss: float, optimizer: ShardedAdamW) -> None:
-        """A step without an update: its gradients are no numbers, which have no bits to compare."""
-        self._observer.scalar("loss", loss)
-        self._state(optimizer, with_moments=False)
 
     def changed(self, step: int, optimizer: ShardedAdamW, *, updated: bool) -> None:
         """`step` has `updated` what this rank keeps, or left it. With late stages that is shown now, before the gather
@@ -58,10 +63,15 @@ class Observation:
         if self._late:
             self._state(optimizer, with_moments=updated)
 
-    def refreshed(self, optimizer: ShardedAdamW, *, updated: bool) -> None:
-        """The weights of all stages but late ones are what the step made of them."""
+    def refreshed(self, optimizer: ShardedAdamW, numbers: Sequence[float], *, updated: bool) -> None:
+        """The weights of all stages but late ones, and what routers choose by, are what the step made of them; with
+        what was added to its loss."""
         if not self._late:
             self._state(optimizer, with_moments=updated)
+        self.biases()
+        if updated:
+            _, _, aux_loss, mtp_loss = numbers
+            self._losses(aux_loss, mtp_loss)
 
     def state(self, step: int, optimizer: ShardedAdamW) -> None:
         """The weights, and the moments if there are any, as those that `step` left."""
@@ -70,7 +80,7 @@ class Observation:
         self._state(optimizer, with_moments=bool(optimizer.state_tensors))
         self.biases()
 
-    def losses(self, aux_loss: float, mtp_loss: float) -> None:
+    def _losses(self, aux_loss: float, mtp_loss: float) -> None:
         """What was added to the loss of the step, where the plan has such losses."""
         if self._plan.train.adds_router_losses:
             self._observer.scalar("aux_loss", aux_loss)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ...core.plan.plan import Plan
@@ -17,8 +17,8 @@ from ..transport.mesh import Mesh
 
 
 class Totals:
-    """Sums over the global batch and the whole model, the same on every rank. All ranks call the
-    same, in the same order."""
+    """Sums over the global batch and the whole model, fp64 [], the same on every rank, where they are computed:
+    nobody waits for them here. All ranks call the same, in the same order."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Totals:
         self._modules = modules
         self._num_tokens = plan.batch.global_size * plan.batch.sequence
 
-    def norm(self, held: Sequence[Held], gradients: Sequence[Tensor]) -> float:
+    def norm(self, held: Sequence[Held], gradients: Sequence[Tensor]) -> Tensor:
         """The norm of the whole gradient, every element of the model once. `gradients` are those of
         `held`, in its order."""
         counted = [(one, gradient) for one, gradient in zip(held, gradients, strict=True) if one.counts]
         if self._plan.layout.zero:
             with self._recorder.layer("grad_norm"):
                 total = self._numerics.sum_of_squares(gradient for _, gradient in counted)
-                return math.sqrt(self._whole(total.over(self._mesh.dp).over(self._mesh.model)))
+                return torch.sqrt(self._whole(total.over(self._mesh.dp).over(self._mesh.model)))
         total = self._numerics.sum_of_squares(gradient for one, gradient in counted if not one.parameter.expert)
         with self._recorder.layer("grad_norm"):
             if self._plan.model.is_moe:
@@ -55,19 +55,19 @@ class Totals:
                 )
                 of_experts = of_experts.over(self._mesh.ep).over(self._mesh.etp)
                 total = total + of_experts if self._mesh.coordinates["tp"] == 0 else total
-            return math.sqrt(self._whole(total.over(self._mesh.model)))
+            return torch.sqrt(self._whole(total.over(self._mesh.model)))
 
-    def mean_loss(self, token_losses: Mapping[int, Tensor], num_counted: int) -> float:
+    def mean_loss(self, token_losses: Mapping[int, Tensor], num_counted: int) -> Tensor:
         """The mean over the tokens of a global batch that count, on every rank. Tensor-parallel ranks hold the
         same losses: one enters."""
         counted = token_losses.values() if self._mesh.coordinates["tp"] == 0 else ()
         with self._recorder.layer("loss"):
             return self._whole(self._numerics.sum(counted).over(self._mesh.dp).over(self._mesh.model)) / num_counted
 
-    def mean_aux_loss(self) -> float:
+    def mean_aux_loss(self) -> Tensor:
         """What routers add to the loss, per token of the global batch; 0 where the plan has no such losses."""
         if not self._plan.train.adds_router_losses:
-            return 0.0
+            return self._zero
         losses = [loss for stage in self._stages for router in stage.routers for loss in router.take_losses()]
         counted = losses if self._plan.layout.sequence_parallel or self._mesh.coordinates["tp"] == 0 else ()
         with self._recorder.layer("aux_loss"):
@@ -76,23 +76,27 @@ class Totals:
                 / self._num_tokens
             )
 
-    def mean_mtp_loss(self, num_counted: int) -> float:
+    def mean_mtp_loss(self, num_counted: int) -> Tensor:
         """The losses of multi-token prediction per token that counts, the mean over the modules; 0
         where there are none."""
         if not self._plan.model.num_mtp_layers:
-            return 0.0
+            return self._zero
         losses = [
             loss for stage in self._stages if stage.multi_token is not None for loss in stage.multi_token.take_losses()
         ]
         counted = losses if self._mesh.coordinates["tp"] == 0 else ()
         with self._recorder.layer("mtp_loss"):
-            total = float(sum(counted, self._numerics.sum(())).over(self._mesh.dp).over(self._mesh.model))
+            total = sum(counted, self._numerics.sum(())).over(self._mesh.dp).over(self._mesh.model).value
         return total / num_counted / self._plan.model.num_mtp_layers
 
-    def _whole(self, total: Scalar) -> float:
-        """A sum over a model as a number; with several modules the sum of theirs, into which one rank
+    @property
+    def _zero(self) -> Tensor:
+        return self._numerics.sum(()).value
+
+    def _whole(self, total: Scalar) -> Tensor:
+        """A sum over a model; with several modules the sum of theirs, into which one rank
         of each brings its own."""
         if self._modules is None:
-            return float(total)
+            return total.value
         leads = not any(self._mesh.coordinates.values())
-        return float((total if leads else self._numerics.sum(())).over(self._modules))
+        return (total if leads else self._numerics.sum(())).over(self._modules).value

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from ...core.base.errors import DivergedError
@@ -36,7 +37,6 @@ from ..data_parallel.sharded import ShardedStage
 from ..data_parallel.tied import tied_gradients
 from ..gradients import not_finite
 from ..gradients.gradients import ExpertCopies
-from ..gradients.not_finite import NotFinite
 from ..gradients.parameter import Shard
 from ..huggingface.load import load_weights
 from ..model.block import BlockFactory
@@ -143,8 +143,8 @@ class TrainingRank:
         self.skips_not_finite = False
         """Whether a step whose numbers are not finite is skipped in any format: a proof shows what came
         before, and names the first."""
-        # By stage a gradient of this step that is not finite on this rank, noted before sums over ranks spread it.
-        self._not_finite: dict[int, NotFinite] = {}
+        # By stage looks for gradients of this step that are not finite on this rank, from before sums spread them.
+        self._not_finite: dict[int, tuple[not_finite.Found, not_finite.Found]] = {}
         # Reduces whole buckets during the last backward; None where that is done after every microbatch, or not at all.
         self._early = (
             EarlyReduction({stage: module.gradients for stage, module in self.stages.items()}, transport.device)
@@ -207,7 +207,7 @@ class TrainingRank:
         self.transport.watch.phase = VALIDATION
         with self._evaluating():
             trace = self.executor.evaluate(batch, clock=self.clock)
-        loss = self.totals.mean_loss(trace.token_losses, self.batches.num_counted)
+        loss = float(self.totals.mean_loss(trace.token_losses, self.batches.num_counted))
         if not math.isfinite(loss) and not self.skips_not_finite:
             raise DivergedError(
                 f"the validation loss is {loss}, which is no finite number. Lower "
@@ -351,8 +351,7 @@ class TrainingRank:
         parts = self.mesh.tp_cp_gradients if self.numerics.mode == "exact" else self.mesh.tp_gradients
         gradients, experts = self.stages[stage].gradients, self._expert_copies(stage)
         self._reduced[stage] = self.data_parallel[stage].reduce(samples_of, parts, experts)
-        if (found := gradients.take_not_finite() or self.data_parallel[stage].not_finite()) is not None:
-            self._not_finite[stage] = found
+        self._not_finite[stage] = gradients.take_not_finite(), self.data_parallel[stage].not_finite()
         # finished sums are rounded once, whatever they were added up in
         if self.plan.precision.gradient_dtype == "bf16":
             self._reduced[stage] = {key: total.bfloat16().float() for key, total in self._reduced[stage].items()}
@@ -367,51 +366,53 @@ class TrainingRank:
         return ExpertCopies(group, tuple(expert_nodes(self.plan, stage, rank) for rank in group.ranks))
 
     def _optimizer_step(self, step: int, token_losses: Mapping[int, Tensor]) -> tuple[float, float, float, float]:
-        """STEP: the loss and the gradient norm of the global batch, what routers add to the loss, and the update."""
-        scale = self.loss_scale
+        """STEP: the loss and the gradient norm of the global batch, what routers add to the loss, and the update. The
+        host reads these numbers once the update is given to the device: that is the device's to leave out."""
         num_counted = self.batches.num_counted
-        divisor = num_counted * scale.value
+        divisor = num_counted * self.loss_scale.value
         gradients, share = self._finished_gradients(), 1 / divisor
         # fast numerics divide where they clip; by a power of two that rounds nothing, so exact ones do too
         if self.numerics.mode == "exact" and math.frexp(divisor)[0] != 0.5:
             gradients, share = [gradient.div_(divisor) for gradient in gradients], 1.0
         norm = self.totals.norm(self.optimizer.held, gradients) * share
         loss = self.totals.mean_loss(token_losses, num_counted)
-        aux_loss, mtp_loss = self.totals.mean_aux_loss(), self.totals.mean_mtp_loss(num_counted)
-        overflow = not math.isfinite(norm)
-        diverged = not math.isfinite(loss) or (overflow and not scale.bears_overflow)
-        if diverged and not self.skips_not_finite:
-            raise DivergedError(self._diverged(step, loss, norm, gradients))
-        self._not_finite.clear()
-        self.loss_scale = scale.after(overflow=overflow)
-        observation = self._observation
-        if overflow and not diverged:  # the loss scale bears it, on all ranks: what is no number has no bits to compare
-            if observation is not None:
-                observation.skipped(loss, self.optimizer)
-        else:
-            if observation is not None:
-                observation.gradients(self.optimizer, gradients, share, loss, norm)
-            if not overflow:
-                self.optimizer.step(gradients, share * clip_coefficient(norm, self.plan.optimizer.clip_grad_norm))
-            if observation is not None:
-                observation.changed(step, self.optimizer, updated=not overflow)
-                # also where nothing was updated: other ranks may have a norm that is finite, and
-            # share weights with this one
-            self.refresh()
-            if observation is not None:
-                observation.refreshed(self.optimizer, updated=not overflow)
+        totals = torch.stack([loss, norm, self.totals.mean_aux_loss(), self.totals.mean_mtp_loss(num_counted)])
+        skip = ~norm.isfinite() if self.skips_not_finite else ~(norm.isfinite() & loss.isfinite())
+        observed = self._observation
+        if observed is not None:
+            numbers = self._read(step, totals, gradients)
+            observed.computed(self.optimizer, gradients, share, numbers, skipped=self._is_borne(numbers))
+        self.optimizer.step(gradients, share * clip_coefficient(norm, self.plan.optimizer.clip_grad_norm), skip)
+        updated = observed is not None and math.isfinite(numbers[1])
+        if observed is not None:
+            observed.changed(step, self.optimizer, updated=updated)
+        self.refresh()
+        rate = torch.full_like(norm, self.plan.train.expert_bias_rate, dtype=torch.float32).masked_fill(skip, 0.0)
         for router in self._routers:
-            router.update_bias(0.0 if overflow else self.plan.train.expert_bias_rate)
-        if observation is not None:
-            observation.biases()
-            if not overflow:
-                observation.losses(aux_loss, mtp_loss)
-        return loss, norm, aux_loss, mtp_loss
+            router.update_bias(rate)
+        if observed is not None:
+            observed.refreshed(self.optimizer, numbers, updated=updated)
+        loss_value, norm_value, aux_loss, mtp_loss = self._read(step, totals, gradients)
+        self._not_finite.clear()
+        self.loss_scale = self.loss_scale.after(overflow=not math.isfinite(norm_value))
+        return loss_value, norm_value, aux_loss, mtp_loss
+
+    def _read(self, step: int, totals: Tensor, gradients: Sequence[Tensor]) -> Sequence[float]:
+        """Loss, norm, and what is added to the loss, which the host waits for. Raises `DivergedError`."""
+        loss, norm, *_ = numbers = totals.tolist()
+        if not ((math.isfinite(loss) and math.isfinite(norm)) or self._is_borne(numbers) or self.skips_not_finite):
+            raise DivergedError(self._diverged(step, loss, norm, gradients))
+        return numbers
+
+    def _is_borne(self, numbers: Sequence[float]) -> bool:
+        """Whether the loss scale bears it, on all ranks: what is no number has no bits to compare."""
+        loss, norm, *_ = numbers
+        return math.isfinite(loss) and not math.isfinite(norm) and self.loss_scale.bears_overflow
 
     def _diverged(self, step: int, loss: float, norm: float, gradients: Sequence[Tensor]) -> str:
         """What is said when a loss or a gradient is not finite, the same on all ranks, which come here together."""
-        last = max(self._not_finite, default=None)
-        found = None if last is None else self._not_finite[last]
+        looks = [look for _, of_stage in sorted(self._not_finite.items(), reverse=True) for look in of_stage]
+        found = next((found for found in (look() for look in looks) if found is not None), None)
         own = None if found is None else replace(found, name=found.name.partition("@")[0])
         names = [parameter.name for parameter in parameters(self.plan.model)]
         sums = ((one.name, gradient) for one, gradient in zip(self.optimizer.held, gradients, strict=True))

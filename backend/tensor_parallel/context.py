@@ -24,6 +24,7 @@ from ...core.program.holdings import known_part
 from ..base.microbatch import Microbatch
 from ..base.observe import Observer
 from ..base.recorder import Recorder
+from ..base.streams import to_device
 from ..gradients.gradients import Gradients, WeightWork
 from ..gradients.parameter import Shard, initial_shard
 from ..numerics import Contribution, Numerics, OwnedLeaves
@@ -185,7 +186,7 @@ class LayerContext:
 
     def places(self) -> Tensor:
         """int64 [s]: where in the sequence the tokens of this context-parallel rank lie."""
-        return context_positions(self.chunks.num_items, self.cp.size, self.cp.rank).to(self.numerics.device)
+        return to_device(context_positions(self.chunks.num_items, self.cp.size, self.cp.rank), self.numerics.device)
 
     def own_places(self) -> Tensor:
         """Those of `places` that this rank holds between the cut layers."""

@@ -182,7 +182,9 @@ def _shifted(logits_BSV: Tensor, own_ids: int, group: Group, numerics: Numerics)
 
 def _check_targets(targets_BS: Tensor, num_ids: int, choice: LossChoice) -> None:
     wrong = ((targets_BS < 0) | (targets_BS >= num_ids)) & (targets_BS != choice.ignore_index)
-    if bool(wrong.any()):
+    if wrong.is_cuda:  # the device ends there itself, and nobody waits
+        torch._assert_async(~wrong.any(), f"a target is no id of a vocabulary of {num_ids}.")
+    elif bool(wrong.any()):
         raise ValueError(
             f"target {int(targets_BS[wrong][0])} is no id of a vocabulary of {num_ids}. "
             f"Use 0 to {num_ids - 1}, or {choice.ignore_index} for tokens that do not count."

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ..base.streams import to_device
 from ..transport.base import Group
 
 
@@ -102,7 +103,7 @@ def context_part(x: Tensor, cp: int, cp_rank: int, *, dim: int = 1, documents: S
     itself where cp is 1."""
     if cp == 1:
         return x
-    return x.index_select(dim, context_positions(x.shape[dim], cp, cp_rank, documents=documents).to(x.device))
+    return x.index_select(dim, to_device(context_positions(x.shape[dim], cp, cp_rank, documents=documents), x.device))
 
 
 def context_whole(parts: Sequence[Tensor], *, dim: int = 1, documents: Sequence[int] | None = None) -> Tensor:
@@ -110,7 +111,7 @@ def context_whole(parts: Sequence[Tensor], *, dim: int = 1, documents: Sequence[
     joined = torch.cat(list(parts), dim)
     sequence, cp = joined.shape[dim], len(parts)
     positions = torch.cat([context_positions(sequence, cp, cp_rank, documents=documents) for cp_rank in range(cp)])
-    return joined.index_select(dim, positions.argsort().to(joined.device))
+    return joined.index_select(dim, to_device(positions.argsort(), joined.device))
 
 
 def _described(
@@ -141,7 +142,7 @@ def _from_source(
 
 def _bytes_of(tensors: Iterable[Tensor], device: torch.device | str) -> Tensor:
     """All elements as bytes, one tensor after the other."""
-    parts = [tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    parts = [to_device(tensor.detach(), device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 

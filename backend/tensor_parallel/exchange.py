@@ -11,7 +11,7 @@ Letters: T tokens that a rank sends, K experts of a token, H hidden, N rows that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -23,6 +23,7 @@ from ...core.layout.routed_tokens import Piece
 from ...core.plan.plan import Plan
 from ...core.program.expert_tokens import routed_tokens
 from ..base.recorder import Recorder
+from ..base.streams import to_device
 from ..numerics.expert_rows import ExpertRows, RowGroup
 from ..transport.base import Group, SoloGroup
 
@@ -52,11 +53,12 @@ class _Sender:
 @dataclass(frozen=True)
 class _Chunks:
     """The chunks that arrive, of a microbatch of some size: sorted they are `order`, and `group_of` the
-    sorted ones are the groups.
+    sorted ones are the groups. `pieces` are those of the tokens that this rank sends.
 
     `groups` are `(expert, leaf)`, `leaves` `(sample behind this rank's first, token block)`.
     """
 
+    pieces: Tensor
     order: Tensor
     group_of: Tensor
     groups: tuple[tuple[int, int], ...]
@@ -91,9 +93,8 @@ class TokenExchange:
         where a choice is dropped."""
         samples, _, per_token = experts_BSK.shape
         own = Outgoing(experts_BSK.reshape(-1, per_token), self.num_experts)
-        sent = own.counts(self._pieces_of_tokens(samples), samples * len(self._own.pieces)).view(
-            self.groups.ep.size, -1
-        )
+        num_pieces = samples * len(self._own.pieces)
+        sent = own.counts(self._chunks_of(samples).pieces, num_pieces).view(self.groups.ep.size, -1)
         sizes = [[self.num_local_experts * samples * len(sender.pieces) for sender in row] for row in self._senders]
         received = self.groups.ep.all_to_all(list(sent), [(size,) for size in sizes[self.groups.etp.rank]])
         arrived = self.groups.etp.all_gather(torch.cat(received), [(sum(row),) for row in sizes])
@@ -102,9 +103,16 @@ class TokenExchange:
         sorted_lengths = lengths[chunks.order]
         starts = (lengths.cumsum(0) - lengths)[chunks.order]
         ends = sorted_lengths.cumsum(0)
-        within = torch.arange(int(lengths.sum()), device=lengths.device)
-        order = within + torch.repeat_interleave(starts - (ends - sorted_lengths), sorted_lengths)
-        group_lengths = lengths.new_zeros(len(chunks.groups)).index_add_(0, chunks.group_of, sorted_lengths).tolist()
+        of_groups = lengths.new_zeros(len(chunks.groups)).index_add_(0, chunks.group_of, sorted_lengths)
+        # the one time that the host waits: it needs to know how large what comes is
+        numbers = torch.cat([sent.sum(1), *(each.sum().reshape(1) for each in (*received, *arrived)), of_groups])
+        sent_rows, received_rows, member_rows, group_lengths = _split(
+            numbers.tolist(), len(sent), len(received), len(arrived), len(chunks.groups)
+        )
+        num_rows = sum(member_rows)
+        shifts = torch.repeat_interleave(starts - (ends - sorted_lengths), sorted_lengths, output_size=num_rows)
+        order = torch.arange(num_rows, device=lengths.device) + shifts
+        own.keep(sum(sent_rows))
         groups = []
         for (expert, leaf), first, length in zip(
             chunks.groups, accumulate(group_lengths, initial=0), group_lengths, strict=False
@@ -115,28 +123,29 @@ class TokenExchange:
         return Exchange(
             groups=self.groups,
             outgoing=own,
-            sent_rows=tuple(sent.sum(1).tolist()),
-            received_rows=tuple(int(counts.sum()) for counts in received),
-            member_rows=tuple(int(counts.sum()) for counts in arrived),
+            sent_rows=sent_rows,
+            received_rows=received_rows,
+            member_rows=member_rows,
             order=order,
             rows=ExpertRows(self.num_local_experts, tuple(groups), leaves),
-            own_experts=self._experts_of(received, samples),
+            own_experts=self._experts_of(received, received_rows),
         )
 
     def _pieces_of_tokens(self, samples: int) -> Tensor:
         """int64 [b*s]: the number of each token's piece, counted over all samples."""
         pieces = self._own.pieces
-        lengths = torch.tensor([piece.last - piece.first for piece in pieces], dtype=torch.int64, device=self._device)
-        one = torch.arange(len(pieces), device=self._device).repeat_interleave(lengths)
-        return (torch.arange(samples, device=self._device)[:, None] * len(pieces) + one).flatten()
+        one = torch.arange(len(pieces)).repeat_interleave(
+            torch.tensor([piece.last - piece.first for piece in pieces], dtype=torch.int64)
+        )
+        return to_device((torch.arange(samples)[:, None] * len(pieces) + one).flatten(), self._device)
 
-    def _experts_of(self, received: Sequence[Tensor], samples: int) -> Tensor:
-        """int64: the local expert of every row that comes over `ep`."""
-        found = []
-        for counts in received:
-            by_expert = counts.view(self.num_local_experts, -1).sum(1)
-            found.append(torch.arange(self.num_local_experts, device=self._device).repeat_interleave(by_expert))
-        return torch.cat(found)
+    def _experts_of(self, received: Sequence[Tensor], num_rows: Sequence[int]) -> Tensor:
+        """int64: the local expert of every row that comes over `ep`, so many from each member."""
+        experts = torch.arange(self.num_local_experts, device=self._device)
+        counts = [each.view(self.num_local_experts, -1).sum(1) for each in received]
+        return torch.cat(
+            [experts.repeat_interleave(own, output_size=rows) for own, rows in zip(counts, num_rows, strict=True)]
+        )
 
     def _chunks_of(self, samples: int) -> _Chunks:
         if samples not in self._chunks:
@@ -158,10 +167,16 @@ class TokenExchange:
         groups = tuple(dict.fromkeys(found))
         number = {group: index for index, group in enumerate(groups)}
         places, numbers = (
-            torch.tensor(each, dtype=torch.int64, device=self._device)
+            to_device(torch.tensor(each, dtype=torch.int64), self._device)
             for each in (order, [number[group] for group in found])
         )
-        return _Chunks(places, numbers, groups, tuple(leaves))
+        return _Chunks(self._pieces_of_tokens(samples), places, numbers, groups, tuple(leaves))
+
+
+def _split(numbers: Sequence[int], *sizes: int) -> Iterator[tuple[int, ...]]:
+    """Numbers cut into parts of these sizes."""
+    ends = list(accumulate(sizes))
+    return (tuple(numbers[end - size : end]) for size, end in zip(sizes, ends, strict=True))
 
 
 class Outgoing:
@@ -170,20 +185,24 @@ class Outgoing:
     def __init__(self, experts_TK: Tensor, num_experts: int):
         self.num_experts = num_experts
         flat, per_token = experts_TK.flatten(), experts_TK.shape[1]
-        is_sent = flat >= 0
-        self.num_copies = int(is_sent.sum())
-        sorted_places = torch.where(is_sent, flat, num_experts).argsort(stable=True)[: self.num_copies]
-        self.experts = flat[sorted_places]
+        self._experts = torch.where(flat >= 0, flat, num_experts)  # what is dropped comes last
+        sorted_places = self._experts.argsort(stable=True)
         self.tokens = sorted_places // per_token
-        places = flat.new_full(flat.shape, self.num_copies)
-        places[sorted_places] = torch.arange(self.num_copies, device=flat.device)
+        places = torch.empty_like(flat)
+        places[sorted_places] = torch.arange(len(flat), device=flat.device)
         self.places_TK = places.view_as(experts_TK)
 
     def counts(self, pieces_T: Tensor, num_pieces: int) -> Tensor:
         """int64 [experts * num_pieces]: how many copies of each piece go to each expert."""
-        return torch.bincount(
-            self.experts * num_pieces + pieces_T[self.tokens], minlength=self.num_experts * num_pieces
-        )
+        copies = self._experts.view_as(self.places_TK) * num_pieces + pieces_T.unsqueeze(1)
+        counts = copies.new_zeros((self.num_experts + 1) * num_pieces)
+        return counts.index_add_(0, copies.flatten(), torch.ones_like(self._experts))[: self.num_experts * num_pieces]
+
+    def keep(self, num_copies: int) -> None:
+        """The host knows how many copies there are: `tokens` are theirs, and a choice that was dropped has the place
+        behind them."""
+        self.tokens = self.tokens[:num_copies]
+        self.places_TK = self.places_TK.clamp(max=num_copies)
 
     def pick(self, copies: Tensor, choice: int) -> Tensor:
         """[t, ...] of every token its copy for the choice of this number; zeros where that was dropped."""
@@ -230,6 +249,14 @@ class Exchange:
         if etp.size > 1:
             rows = torch.cat(etp.all_gather(rows, [(number, *rows.shape[1:]) for number in self.member_rows]))
         return rows[self.order]
+
+    @cached_property
+    def experts(self) -> Tensor:
+        """int64 [N]: the local expert of every row, in the order of `rows`."""
+        groups = self.rows.groups
+        experts = torch.tensor([group.expert for group in groups], dtype=torch.int64)
+        lengths = torch.tensor([group.last - group.first for group in groups], dtype=torch.int64)
+        return to_device(experts.repeat_interleave(lengths), self.order.device)
 
     @cached_property
     def inverse(self) -> Tensor:

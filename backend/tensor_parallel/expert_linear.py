@@ -99,7 +99,7 @@ class _Up(torch.autograd.Function):
         ctx.linear, ctx.exchange, ctx.layer, ctx.microbatch = linear, exchange, layer, linear.context.microbatch
         ctx.save_for_backward(x_NH)
         y_NC = linear.project(x_NH, exchange)
-        return y_NC if linear.bias is None else _biased(y_NC, linear.bias.operand, _experts_of(exchange, y_NC.device))
+        return y_NC if linear.bias is None else _biased(y_NC, linear.bias.operand, exchange.experts)
 
     @staticmethod
     def backward(ctx: Any, dy_NC: Tensor) -> tuple[Tensor, None, None, None]:
@@ -134,15 +134,6 @@ class _Down(torch.autograd.Function):
 
 def _biased(y_NF: Tensor, bias_EF: Tensor, experts_N: Tensor) -> Tensor:
     return y_NF.add_(bias_EF[experts_N])
-
-
-def _experts_of(exchange: Exchange, device: torch.device) -> Tensor:
-    """int64: the local expert of every row, in order."""
-    groups = exchange.rows.groups
-    experts = torch.tensor([group.expert for group in groups], dtype=torch.int64, device=device)
-    return experts.repeat_interleave(
-        torch.tensor([group.last - group.first for group in groups], dtype=torch.int64, device=device)
-    )
 
 
 def _mean(rows: Tensor, num_experts: int) -> int:

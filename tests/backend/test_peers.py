@@ -85,7 +85,7 @@ def test_the_update_is_torchs_single_operations_however_a_gradient_is_laid_out()
     optimizer = ShardedAdamW([Held(parameter, (slice(0, 5), slice(0, 33)), weight, True)], Optimizer(), 1e-2)
     state = [torch.zeros(5, 33), torch.zeros(5, 33), torch.zeros(())]
     for _ in range(2):
-        optimizer.step([gradient.clone()], 0.5)
+        optimizer.step([gradient.clone()], torch.tensor(0.5, dtype=torch.float64))
         rates = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
         adamw(
             [start],

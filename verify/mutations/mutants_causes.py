@@ -91,13 +91,11 @@ def averages_means(patches: Patches) -> None:
     """The loss that is reported is the mean of the ranks' means."""
 
     def mean_loss(original: Function) -> Function:
-        def averaged(self: Any, token_losses: Any, num_counted: int) -> float:
+        def averaged(self: Any, token_losses: Any, num_counted: int) -> Tensor:
             own = sum(int((losses != 0).sum()) for losses in token_losses.values())
             means = {microbatch: losses.double() / own for microbatch, losses in token_losses.items()}
-            return (
-                float(sum(self._mesh.dp.all_gather(sum(losses.sum() for losses in means.values()).reshape(1))))
-                / self._mesh.dp.size
-            )
+            of_ranks = self._mesh.dp.all_gather(sum(losses.sum() for losses in means.values()).reshape(1))
+            return torch.cat([*of_ranks]).mean()
 
         return averaged
 

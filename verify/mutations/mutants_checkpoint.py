@@ -82,7 +82,7 @@ def next_step(rank: TrainingRank, steps: int) -> None:
 def hidden_step(rank: TrainingRank, _: int) -> None:
     """So that there is a state to show, the getter takes a step of zero gradients and no learning rate."""
     rate, rank.optimizer.learning_rate = rank.optimizer.learning_rate, 0.0
-    rank.optimizer.step([torch.zeros_like(one.tensor) for one in rank.optimizer.held], 1.0)
+    rank.optimizer.step([torch.zeros_like(one.tensor) for one in rank.optimizer.held])
     rank.optimizer.learning_rate = rate
 
 

@@ -54,12 +54,12 @@ def has_no_experts(held: Sequence[Held]) -> bool:
 def reduces_by_own_size(patches: Patches) -> None:
     """The losses of routers are added up in a buffer of as many as the rank has routers."""
 
-    def make(mean_aux_loss: Callable[..., float]) -> Callable[..., float]:
-        def mean(totals: Totals) -> float:
+    def make(mean_aux_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def mean(totals: Totals) -> torch.Tensor:
             losses = [
                 float(loss) for stage in totals._stages for router in stage.routers for loss in router.take_losses()
             ]
-            return float(totals._mesh.model.all_reduce(torch.tensor(losses), "sum").sum())
+            return totals._mesh.model.all_reduce(torch.tensor(losses, dtype=torch.float64), "sum").sum()
 
         return mean
 

@@ -140,7 +140,7 @@ def clips_twice(patches: Patches) -> None:
     """The coefficient is applied to gradients that it was applied to already."""
 
     def step(original: Function) -> Function:
-        return lambda self, gradients, coefficient: original(self, gradients, coefficient * coefficient)
+        return lambda self, gradients, coefficient, skip: original(self, gradients, coefficient * coefficient, skip)
 
     patches.replace(ShardedAdamW, "step", step)
 
@@ -149,10 +149,10 @@ def forgets_a_rank_in_the_loss(patches: Patches) -> None:
     """Ranks report the mean over their own samples."""
 
     def mean_loss(original: Function) -> Function:
-        def computed(self: Totals, token_losses: Any, num_counted: int) -> float:
+        def computed(self: Totals, token_losses: Any, num_counted: int) -> torch.Tensor:
             original(self, token_losses, num_counted)
             own = torch.stack([losses.double().sum() for losses in token_losses.values()]).sum()
-            return float(own) / (num_counted / self._plan.layout.dp)
+            return own / (num_counted / self._plan.layout.dp)
 
         return computed
 

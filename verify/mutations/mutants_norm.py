@@ -82,7 +82,7 @@ def clips_upwards(patches: Patches) -> None:
     """The larger of 1 and the coefficient is taken."""
 
     def coefficient(original: Function) -> Function:
-        return lambda norm, max_norm: max(1.0, max_norm / (norm + optimizer.CLIP_EPS))
+        return lambda norm, max_norm: (max_norm / (norm + optimizer.CLIP_EPS)).clamp(min=1.0)
 
     patches.replace(training_rank, "clip_coefficient", coefficient)
 

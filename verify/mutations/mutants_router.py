@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ...backend.model import multi_token, router
 from ...backend.model.router import Router
 from ...core.plan.plan import Plan
@@ -43,7 +45,7 @@ def keeps_biases_in_bf16(patches: Patches) -> None:
     """The biases by which experts are balanced are cast with the model."""
 
     def update_bias(original: Function) -> Function:
-        def updated(module: Any, rate: float) -> None:
+        def updated(module: Any, rate: Tensor) -> None:
             original(module, rate)
             module.expert_bias.copy_(module.expert_bias.bfloat16())
 

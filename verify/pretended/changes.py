@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...backend.data_parallel import early
-from ...backend.gradients import gradients
+from ...backend.gradients import gradients, not_finite
 from ...backend.model import router
 from ...backend.pipeline import executor, messages
 from ...backend.ranks import training_rank
+from ...backend.tensor_parallel import data
 from ...backend.transport import overlap, process_group
 
 
 @dataclass(frozen=True)
 class Change:
-    """`owner.name` becomes `changed`, and a rule of `races` must name it in the plan of that name."""
+    """`owner.name` becomes `changed`, and a rule of `races` or `waits` must name it in the plan of that name."""
 
     what: str
     owner: Any
@@ -59,6 +61,19 @@ def _unasked(lane: Any, ready: Any, inputs: Any) -> Iterator[None]:
 def _finishes_alone(lane: Any) -> None:
     lane._mail.wait_until(lambda: len(lane._times) == len(lane._actions))
     lane._thread.join()
+
+
+def _looks_at_once(held: Any) -> Any:
+    found = not_finite.find(held)
+    return lambda: found
+
+
+def _reads_the_norm(norm: Tensor, max_norm: float) -> Tensor:
+    return torch.full_like(norm, min(1.0, max_norm / (float(norm) + 1e-6)))
+
+
+def _waits_for_the_copy(tensor: Tensor, device: Any) -> Tensor:
+    return tensor.to(device)
 
 
 def _takes_at_once(tensor: Any, moment: Any) -> Any:
@@ -103,6 +118,18 @@ CHANGES = (
         "read-before-written",
         "tp2-overlap",
     ),
+    Change(
+        "gradients are looked at as they are reduced", not_finite, "look", _looks_at_once, "host-waits", "dp2-zero1"
+    ),
+    Change(
+        "the norm is read before the update",
+        training_rank,
+        "clip_coefficient",
+        _reads_the_norm,
+        "host-waits",
+        "dp2-zero1",
+    ),
+    Change("the host waits for tokens", data, "to_device", _waits_for_the_copy, "host-waits", "dp2-zero1"),
 )
 
 

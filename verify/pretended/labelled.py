@@ -11,6 +11,7 @@ from typing import Any
 
 from ...backend.base.recorder import Recorder
 from ...backend.transport.base import Transport
+from ...core.plan.plan import AnyPlan
 from ...core.schedule.action import Action
 from ..ledger.ledger import RankLedger
 from ..run.proof_run import ProofJob, train_steps
@@ -60,13 +61,33 @@ class LabelledRecorder(Recorder):
 def labelled_steps(transport: Transport, job: ProofJob) -> RankLedger:
     """The steps of `train_steps`; the log of this process begins with the number of the rank."""
     if transport.world_size > 1:
-        if name := os.environ.get(CHANGE_VARIABLE):
-            from .changes import changed
-
-            changed(name)()
-        transport.recorder = LabelledRecorder()
-        pretended().pretended_write(b"rank", 0, str(transport.global_rank).encode(), b"", b"")
+        _begin(transport)
     try:
         return train_steps(transport, job)
     finally:
         pretended().pretended_flush()
+
+
+def plain_steps(transport: Transport, given: tuple[AnyPlan, int]) -> None:
+    """So many steps of a plan as training does them, without an observer; each begins with a line in the log."""
+    from ...backend.ranks.rank_of_plan import training_rank
+
+    plan, steps = given
+    _begin(transport)
+    rank = training_rank(transport, plan)
+    for step in range(steps):
+        pretended().pretended_write(b"step", 0, str(step).encode(), b"", b"")
+        rank.step(step)
+    pretended().pretended_write(b"step", 0, b"", b"", b"")
+    rank.settle()
+    pretended().pretended_flush()
+
+
+def _begin(transport: Transport) -> None:
+    """Makes what the environment asks for wrong in this rank, and gives its log its number."""
+    if name := os.environ.get(CHANGE_VARIABLE):
+        from .changes import changed
+
+        changed(name)()
+    transport.recorder = LabelledRecorder()
+    pretended().pretended_write(b"rank", 0, str(transport.global_rank).encode(), b"", b"")

@@ -10,8 +10,9 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Entry:
     """What a thread did. `kind` is `op` or `collective` (on `stream`, called `name`, of the memory that it reads and
-    writes), `record` or `wait` of an event, `allocate`, `free` or `record_stream` of memory, or a wait of the host.
-    Memory and events have numbers that are used once. `label` says what the thread worked on."""
+    writes), `record` or `wait` of an event, `allocate`, `free` or `record_stream` of memory, a wait of the host from a
+    `place` in our code, or the begin of a `step`. Memory and events have numbers that are used once. `label` says what
+    the thread worked on."""
 
     kind: str
     thread: int
@@ -20,6 +21,7 @@ class Entry:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     label: str = ""
+    place: str = ""
 
 
 def read_log(path: Path) -> Iterator[Entry]:
@@ -28,10 +30,10 @@ def read_log(path: Path) -> Iterator[Entry]:
         for line in file:
             if not line.endswith("\n"):
                 return
-            kind, thread, stream, name, reads, writes, label = line.rstrip("\n").split("\t")
+            kind, thread, stream, name, reads, writes, label, place = line.rstrip("\n").split("\t")
             if kind == "allocate":
                 writes = ""  # its bytes
-            yield Entry(kind, int(thread), int(stream), name, _numbers(reads), _numbers(writes), label)
+            yield Entry(kind, int(thread), int(stream), name, _numbers(reads), _numbers(writes), label, place)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -337,7 +337,7 @@ def test_an_expert_that_had_less_than_the_mean_gains_the_rate_as_megatron_core_h
     model = replace(SOFTMAX, num_experts=2, experts_per_token=1, expert_bias=True)
     router = solo_router(model)
     router.step_counts = torch.tensor([0, 2])
-    router.update_bias(0.25)
+    router.update_bias(torch.tensor(0.25))
     assert router.expert_bias.tolist() == [0.25, -0.25]  # facts/megatron_facts.json, area expert_bias
     assert router.step_counts is None
 
@@ -345,7 +345,7 @@ def test_an_expert_that_had_less_than_the_mean_gains_the_rate_as_megatron_core_h
 def test_an_expert_at_the_mean_keeps_its_bias():
     router = solo_router(SIGMOID)
     router.step_counts = torch.tensor([3, 5, 4, 4, 4, 4, 4, 4])
-    router.update_bias(0.001)
+    router.update_bias(torch.tensor(0.001))
     assert router.expert_bias.tolist() == pytest.approx([0.001, -0.001, 0, 0, 0, 0, 0, 0])
 
 

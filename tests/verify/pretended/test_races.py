@@ -88,7 +88,7 @@ def test_equal_races_are_one() -> None:
 
 def test_a_log_that_was_cut_off_has_its_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "1.log"
-    path.write_text("allocate\t1\t0\t7\t\t4096\t\nop\t1\t0\taten::add\t3,4\t7\t0F0 mlp\nop\t1\t0\tat")
+    path.write_text("allocate\t1\t0\t7\t\t4096\t\t\nop\t1\t0\taten::add\t3,4\t7\t0F0 mlp\t\nop\t1\t0\tat")
     assert list(read_log(path)) == [
         Entry("allocate", 1, 0, "7"),
         Entry("op", 1, 0, "aten::add", (3, 4), (7,), "0F0 mlp"),

@@ -102,9 +102,8 @@ def test_skipped_steps_of_fp16_change_no_weight_and_do_not_count() -> None:
 
 
 def takes_the_larger(patches: Patches) -> None:
-    patches.replace(
-        training_rank, "clip_coefficient", lambda original: lambda norm, max_norm: max(1.0, max_norm / (norm + 1e-6))
-    )
+    larger = lambda norm, max_norm: (max_norm / (norm + 1e-6)).clamp(min=1.0)  # noqa: E731
+    patches.replace(training_rank, "clip_coefficient", lambda original: larger)
 
 
 def forgets_bias_correction(patches: Patches) -> None:
@@ -116,15 +115,15 @@ def forgets_bias_correction(patches: Patches) -> None:
 
 def decays_everything(patches: Patches) -> None:
     patches.replace(
-        ShardedAdamW, "_update", lambda original: lambda self, pairs, decay, scale: original(self, pairs, True, scale)
+        ShardedAdamW, "_update", lambda original: lambda self, pairs, decay, *given: original(self, pairs, True, *given)
     )
 
 
 def updates_twice(patches: Patches) -> None:
     def twice(original: Callable) -> Callable:
-        def step(self: ShardedAdamW, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
-            original(self, [each.clone() for each in gradients], coefficient)
-            original(self, gradients, coefficient)
+        def step(self: ShardedAdamW, gradients: Sequence[torch.Tensor], *given: torch.Tensor) -> None:
+            original(self, [each.clone() for each in gradients], *given)
+            original(self, gradients, *given)
 
         return step
 

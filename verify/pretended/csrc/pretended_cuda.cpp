@@ -32,7 +32,8 @@ namespace {
 
 constexpr int MOST_DEVICES = 16;
 thread_local int own_device = 0;
-thread_local std::string label;
+thread_local std::string label, place;  // what the thread works on, and from where in Python it waits
+void (*on_wait)() = nullptr;            // says `place`
 thread_local int64_t current_streams[MOST_DEVICES] = {};
 std::atomic<int64_t> num_streams{1}, num_memories{1}, num_events{1}, num_threads{1};
 thread_local const int64_t thread = num_threads++;
@@ -41,8 +42,8 @@ std::FILE* file = nullptr;  // the log, where SHARDPROOF_PRETENDED_LOG names a f
 
 int64_t here() { return current_streams[own_device]; }
 
-// One line: what, thread, stream, name, memory that is read, memory that is written, what the thread works on.
-void write(const char* kind, int64_t stream, const std::string& name, const std::string& reads = "", const std::string& writes = "") {
+// One line: what, thread, stream, name, memory that is read, memory that is written, what the thread works on; of a wait of the host also from where.
+void write(const char* kind, int64_t stream, const std::string& name, const std::string& reads = "", const std::string& writes = "", const std::string& from = "") {
   static const char* folder = std::getenv("SHARDPROOF_PRETENDED_LOG");
   if (!folder) return;
   std::lock_guard<std::mutex> held(mutex);
@@ -51,7 +52,12 @@ void write(const char* kind, int64_t stream, const std::string& name, const std:
     owner = getpid();
     file = std::fopen((std::string(folder) + "/" + std::to_string(owner) + ".log").c_str(), "w");
   }
-  if (file) std::fprintf(file, "%s\t%ld\t%ld\t%s\t%s\t%s\t%s\n", kind, (long)thread, (long)stream, name.c_str(), reads.c_str(), writes.c_str(), label.c_str());
+  if (file) std::fprintf(file, "%s\t%ld\t%ld\t%s\t%s\t%s\t%s\t%s\n", kind, (long)thread, (long)stream, name.c_str(), reads.c_str(), writes.c_str(), label.c_str(), from.c_str());
+}
+
+void host_waits(const char* kind, int64_t stream, const std::string& name) {
+  if (on_wait) on_wait();
+  write(kind, stream, name, "", "", place);
 }
 
 c10::DeviceIndex num_devices() {
@@ -288,12 +294,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<int64_t*>(event); }
   void synchronizeEvent(void* event) const override {
     no_wait("for an event");
-    if (event) write("host waits for event", here(), std::to_string(*static_cast<int64_t*>(event)));
+    if (event) host_waits("host waits for event", here(), std::to_string(*static_cast<int64_t*>(event)));
   }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
   bool queryStream(const S&) const override { return true; }
-  void synchronizeStream(const S& on) const override { no_wait("for a stream"); write("host waits for stream", on.id(), ""); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { no_wait("for the device"); write("host waits for device", here(), ""); }
+  void synchronizeStream(const S& on) const override { no_wait("for a stream"); host_waits("host waits for stream", on.id(), ""); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { no_wait("for the device"); host_waits("host waits for device", here(), ""); }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const S& on) const override {
     if (pointer.get_deleter() == &release) write("record_stream", on.id(), std::to_string(static_cast<Memory*>(pointer.get_context())->id));
   }
@@ -355,12 +361,14 @@ std::string joined(const std::vector<int64_t>& ids) {
   return text;
 }
 
-// Whether the host has to know what an operator finds before it can go on.
-bool asks_device(const std::string& name, const std::vector<c10::IValue>& given) {
-  static const std::set<std::string> names = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::equal", "aten::bincount"};
-  if (names.count(name)) return true;
-  if (name == "aten::repeat_interleave") return given.size() < 2 || !given.back().isInt();
-  if (name != "aten::index") return false;
+// Operators of CUDA whose results have a size, or whose answer is a value, that the host reads from the device (`aten/src/ATen/native/cuda` of torch).
+bool waits_by_itself(const std::string& name, const std::vector<c10::IValue>& given) {
+  static const std::set<std::string> always = {"aten::nonzero", "aten::masked_select", "aten::bincount", "aten::equal", "aten::_unique", "aten::_unique2",
+                                               "aten::unique_dim", "aten::unique_consecutive", "aten::is_nonzero", "aten::histc"};
+  if (always.count(name)) return true;
+  if (name == "aten::repeat_interleave") return given.size() == 2 && given[1].isNone();
+  if (name != "aten::index" && name != "aten::index_put_" && name != "aten::_index_put_impl_") return false;
+  if (given.size() < 2 || !given[1].isOptionalTensorList()) return false;
   for (const std::optional<at::Tensor>& each : given[1].toOptionalTensorList())
     if (each && (each->scalar_type() == at::kBool || each->scalar_type() == at::kByte)) return true;
   return false;
@@ -417,7 +425,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   auto* graph = capture_of(here(), schema.name());
   std::vector<c10::IValue> again;
   if (graph) {
-    if (asks_device(schema.name(), given)) no_wait(schema.name());
+    if (waits_by_itself(schema.name(), given)) no_wait(schema.name());
     begins(graph, writes);
     again = kept(given, aliases);
   }
@@ -482,6 +490,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     notes(graph, here(), reads, writes, {run, 0, schema.name() + (label.empty() ? "" : " in ") + label});
   }
   write("op", here(), schema.name(), joined(reads), joined(writes));
+  if (place && waits_by_itself(schema.name(), given)) host_waits("host waits for stream", here(), schema.name());
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
@@ -493,14 +502,16 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   }
   on_cpu(self).copy_(on_cpu(source));
   write("op", here(), "aten::copy_", joined({memory_of(source)}), joined({memory_of(self)}));
-  if (!self.is_cuda() && !(non_blocking && self.is_pinned())) write("host waits for stream", here(), "copy to the host");
+  // a copy between host and device is waited for unless it need not be and can be without: then what is pageable is copied on the way to the device
+  if (self.is_cuda() != source.is_cuda() && !(non_blocking && (self.is_cuda() || self.is_pinned())))
+    host_waits("host waits for stream", here(), self.is_cuda() ? "copy from the host" : "copy to the host");
   return self;
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   no_wait("a number for the host");
   write("op", here(), "aten::_local_scalar_dense", joined({memory_of(self)}), "");
-  write("host waits for stream", here(), "a number for the host");
+  host_waits("host waits for stream", here(), "a number for the host");
   return at::_local_scalar_dense(on_cpu(self));
 }
 
@@ -671,6 +682,8 @@ void pretended_forget_graph(int64_t number) {
   std::lock_guard<std::recursive_mutex> held(graph_mutex);
   graphs.erase(number);
 }
+void pretended_place(const char* text) { place = text; }
+void pretended_on_wait(void (*say)()) { on_wait = say; }
 void pretended_flush() {
   std::lock_guard<std::mutex> held(mutex);
   if (file) std::fflush(file);
