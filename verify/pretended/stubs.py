@@ -258,8 +258,8 @@ class Work:
 
         if not self._is_over:
             self._finish()
-        self._is_over, self._held = True, ()
         torch.accelerator.current_stream().wait_event(self._end)
+        self._is_over, self._held = True, ()  # not before: who waits has the memory back then
         return True
 
 
