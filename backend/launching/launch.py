@@ -45,6 +45,9 @@ from ..watch.rank_messages import (
     Whereabouts,
 )
 from ..watch.rank_messages import (
+    ON_GPUS as ON_GPUS,
+)
+from ..watch.rank_messages import (
     TransportName as TransportName,  # of those that may not use the watch
 )
 from ..watch.watch import Board

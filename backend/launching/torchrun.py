@@ -29,7 +29,9 @@ def under_torchrun() -> bool:
 
 
 def torchrun_transport(
-    device: str | None = None, backend: Literal["shm", "gloo", "nccl"] = "shm", timeout_s: float | None = None
+    device: str | None = None,
+    backend: Literal["shm", "gloo", "nccl", "kernels"] = "shm",
+    timeout_s: float | None = None,
 ) -> Transport:
     """The transport of a process that torchrun started; with NCCL it uses GPU `LOCAL_RANK` unless
     `device` says otherwise.
@@ -61,14 +63,13 @@ def torchrun_transport(
         from ..transport.symmetric.shared_memory import SharedMemoryTransport
 
         return SharedMemoryTransport(store, rank, world_size, timeout_s=timeout_s, board=board)
+    device = device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}")
+    if backend == "kernels":
+        from ..kernels.transport import KernelTransport
+
+        return KernelTransport(store, rank, world_size, device=device, timeout_s=timeout_s, board=board)
     return ProcessGroupTransport(
-        store,
-        rank,
-        world_size,
-        backend=backend,
-        device=device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}"),
-        timeout_s=timeout_s,
-        board=board,
+        store, rank, world_size, backend=backend, device=device, timeout_s=timeout_s, board=board
     )
 
 

@@ -91,6 +91,7 @@ def install(torch: Any) -> None:
     torch.version.cuda = "pretended"
     cuda.nccl.version = lambda: (0,)
     cuda.device = device
+    cuda.can_device_access_peer = lambda one, other: os.environ.get("SHARDPROOF_PRETENDED_PEERS") != "none"
     cuda._lazy_init = lambda: None
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count = lambda: int(os.environ.get("SHARDPROOF_PRETENDED_DEVICES", "8"))
@@ -161,7 +162,14 @@ def install_symmetric(module: Any) -> None:
 
         return rendezvous(tensor, group)
 
-    module.empty, module.rendezvous = empty, rendezvous
+    class SymmetricMemory:
+        @staticmethod
+        def set_group_info(name: str, rank: int, size: int, store: Any) -> None:
+            from shardproof.verify.pretended.symmetric import know
+
+            know(name, rank, size, store)
+
+    module.empty, module.rendezvous, module._SymmetricMemory = empty, rendezvous, SymmetricMemory
 
 
 AFTER: dict[str, Callable[[Any], None]] = {

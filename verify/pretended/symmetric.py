@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import mmap
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,18 +22,53 @@ _FILES: dict[int, int] = {}
 """By the address of an allocation: the file that it maps."""
 
 
+_GROUPS: dict[str, Members] = {}
+"""By name, those that torch was told of."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """One rank's way to the others of a group: a store in which each says what it has."""
+
+    rank: int
+    size: int
+    store: dist.Store
+    turns: Iterator[int] = field(default_factory=itertools.count)
+
+    def said(self, own: Any) -> list[Any]:
+        """What all say, by rank."""
+        turn = next(self.turns)
+        self.store.set(f"pretended/{turn}/{self.rank}", json.dumps(own))
+        return [json.loads(self.store.get(f"pretended/{turn}/{rank}")) for rank in range(self.size)]
+
+
+def know(name: str, rank: int, size: int, store: dist.Store) -> None:
+    """Makes a group known, as `_SymmetricMemory.set_group_info` does."""
+    _GROUPS[name] = Members(rank, size, store)
+
+
 @dataclass(frozen=True)
 class Handle:
     """What is looked at of torch's: where the memory of every rank begins in this process, and a barrier."""
 
     buffer_ptrs: list[int]
-    group: dist.ProcessGroup
+    members: Members
     multicast_ptr: int = 0
 
     def barrier(self, channel: int = 0) -> None:
         """All ranks have come."""
-        work = self.group.barrier()
-        work.wait()
+        self.members.said(None)
+
+
+def members_of(group: dist.ProcessGroup | str) -> Members:
+    """Of a group that torch knows by its name, or of torch's own."""
+    if isinstance(group, str):
+        return _GROUPS[group]
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return Members(group.rank(), group.size(), dist.PrefixStore(f"{group.group_name}/{next(_NUMBERS)}", store))
+
+
+_NUMBERS = itertools.count()
 
 
 def empty(*size: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
@@ -42,30 +80,30 @@ def empty(*size: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
     return made
 
 
-def rendezvous(tensor: Tensor, group: dist.ProcessGroup) -> Handle:
+def rendezvous(tensor: Tensor, group: dist.ProcessGroup | str) -> Handle:
     """The memory of all ranks of `group`, each of which gives its own tensor. Raises `RuntimeError` as torch does where
     the device is not shared, for a peer whose process may not be looked into."""
     from .triton_driver import PEERS
 
-    file, own = _FILES[tensor.data_ptr()], tensor.nbytes
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, (os.getpid(), file, own), group=group)
+    members = members_of(group)
     begins = []
-    for rank, (process, of_peer, num_bytes) in enumerate(told):
-        if rank == group.rank():
+    for rank, (process, of_peer, num_bytes) in enumerate(
+        members.said((os.getpid(), _FILES[tensor.data_ptr()], tensor.nbytes))
+    ):
+        if rank == members.rank:
             begins.append(tensor.data_ptr())
             continue
         try:
             descriptor = os.open(f"/proc/{process}/fd/{of_peer}", os.O_RDWR)
         except OSError as error:
-            raise RuntimeError(f"rank {group.rank()} does not map the memory of rank {rank}: {error}") from error
+            raise RuntimeError(f"rank {members.rank} does not map the memory of rank {rank}: {error}") from error
         mapped = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
         os.close(descriptor)
         begin = mapped.__array_interface__["data"][0]
         _MAPPED.append(mapped)
         PEERS.append(Region(f"the memory of rank {rank}", begin, num_bytes))
         begins.append(begin)
-    return Handle(begins, group)
+    return Handle(begins, members)
 
 
 _MAPPED: list[Any] = []

@@ -1,0 +1,68 @@
+"""Groups of GPUs by our kernels or over NCCL, as their members agree: on pretended GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardproof.verify.pretended.environment import environment
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None,
+    reason="needs a C++ compiler",
+)
+
+JOB = """
+import torch
+from shardproof.backend.kernels import transport as module
+from shardproof.backend.kernels.group import KernelGroup
+from shardproof.core.base.reduction import merges_of
+
+module.BUFFER_BYTES = 1 << 14
+
+def job(transport, lacks):
+    rank, reach = transport.global_rank, torch.cuda.can_device_access_peer
+    if rank == lacks:
+        torch.cuda.can_device_access_peer = lambda one, other: False
+    try:
+        group = transport.group("g", "tp", range(transport.world_size))
+    finally:
+        torch.cuda.can_device_access_peer = reach
+    alone = transport.group("alone", "tp", [rank])
+    mine = torch.arange(5.0, device="cuda") + 10 * rank
+    gathered = [each.tolist() for each in group.all_gather(mine)]
+    values = torch.tensor([[1e8, 1.0], [-1e8, 1.0]][rank], device="cuda").view(1, 2)
+    total = group.tree_all_reduce(values, [1, 1], merges_of(2, [(0, 1), (1, 2)]), torch.float32)
+    kinds = [isinstance(each, KernelGroup) for each in (group, alone)]
+    return kinds, gathered, total.tolist(), list(transport.notes)
+"""
+
+MAIN = """
+import json, sys
+from job import job
+from shardproof.backend.launching.launch import run_ranks
+if __name__ == "__main__":
+    print(json.dumps(run_ranks(job, int(sys.argv[1]), world_size=2, transport="kernels", timeout_s=300)))
+"""
+
+
+@pytest.mark.parametrize("lacks", [-1, 1])
+def test_members_use_kernels_where_all_reach_each_other_and_nccl_where_one_does_not(tmp_path: Path, lacks: int) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "main.py").write_text(MAIN)
+    given = dict(environment(tmp_path, devices=2, capability=(8, 0)))
+    command = [sys.executable, str(tmp_path / "main.py"), str(lacks)]
+    done = subprocess.run(command, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank, (kinds, gathered, total, notes) in enumerate(json.loads(done.stdout.splitlines()[-1])):
+        assert kinds == [lacks < 0, False]
+        assert gathered == [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]] and total == [0, 2]
+        why = f"rank {rank} of 2: g over NCCL, not our kernels: rank 1: GPU 1 does not reach GPU 0."
+        assert notes == ([] if lacks < 0 else [why])
