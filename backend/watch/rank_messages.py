@@ -9,8 +9,8 @@ from typing import Literal
 
 TransportName = Literal["shm", "gloo", "nccl", "kernels", "memory"]
 """shm: processes, through memory that the ranks of a host share and over gloo between hosts. gloo: processes over gloo
-alone. nccl: one GPU per rank. kernels: the same, with our kernels in groups whose GPUs reach each other's memory. memory:
-threads of one process."""
+alone. nccl: one GPU per rank. kernels: the same, with our kernels in groups whose GPUs reach each other's memory.
+memory: threads of one process."""
 
 ON_GPUS: tuple[TransportName, ...] = ("nccl", "kernels")
 """Transports of which each rank has a GPU."""
