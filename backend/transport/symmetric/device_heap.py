@@ -40,7 +40,8 @@ def group_memory(
 
     symmetric._SymmetricMemory.set_group_info(name, rank, size, store)
     whole = symmetric.empty(PAD_BYTES + num_bytes, dtype=torch.uint8, device=device)
-    return _met(rank, whole, symmetric.rendezvous(whole, group=name))
+    group: Any = name  # a type of its own in some versions
+    return _met(rank, whole, symmetric.rendezvous(whole, group=group))
 
 
 def _met(rank: int, whole: torch.Tensor, handle: Any) -> SymmetricMemory:

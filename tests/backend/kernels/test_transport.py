@@ -75,13 +75,15 @@ import sys, torch
 from shardproof.backend.kernels.group import KernelGroup
 
 def job(transport, breaks):
-    sys.modules["shardproof_pretended_stubs"].library.pretended_write(b"rank", 0, b"0", b"", b"")
+    library = sys.modules["shardproof_pretended_stubs"].library
+    library.pretended_write(b"rank", 0, b"0", b"", b"")
     if breaks:
         KernelGroup._begin = lambda group: None
     group = transport.group("g", "tp", range(transport.world_size))
     group.all_gather(torch.arange(5.0, device="cuda"))
     with torch.cuda.stream(torch.cuda.Stream()):
         group.all_gather(torch.arange(5.0, device="cuda"))
+    library.pretended_flush()
 """
 
 
@@ -111,7 +113,7 @@ ffn_hidden_size = 64
 num_heads = 2
 num_kv_heads = 2
 head_dim = 16
-vocab_size = 64
+vocab_size = 256
 [cluster]
 preset = "this-host"
 num_devices = 2
