@@ -1,5 +1,5 @@
 """Training on one GPU for `gpu_suite.py`: tokens a second of this backend, of plain torch with the same shapes,
-compiled, and of torchtitan's layers where they are installed; a step beside its prediction.
+compiled, and of torchtitan's layers where they are installed; a step next to its prediction.
 
 Every measurement is a check in a process of its own, so that one that fails or is cut off leaves the others.
 The model has the shapes of a Llama of a billion parameters, without grouped heads, in bf16 with fp32 master weights
@@ -247,7 +247,7 @@ def _torch_trainer(name: str, make: Callable[[], Any], machine: Machine) -> Resu
 
 
 def predicted(machine: Machine) -> Result:
-    """The measured step beside the simulator's, with the device as its maker describes it and as it was measured."""
+    """The measured step next to the simulator's, with the device as its maker describes it and as it was measured."""
     from shardproof import simulate
 
     plan = plan_of(machine)
@@ -295,7 +295,7 @@ def _check(name: str, what: str, function: Callable[[Machine], Result]) -> Check
 TRAINING: Sequence[Check] = (
     _check("train", "a Llama of a billion parameters in bf16", ours),
     _check("train-torch", "the same shapes in plain torch, compiled", plain_torch),
-    _check("train-predicted", "its step beside the simulator's", predicted),
+    _check("train-predicted", "its step next to the simulator's", predicted),
     _check("train-graphs", "the same from CUDA graphs", graphs),
     _check("train-ranks", "four ranks on the GPU", ours_in_ranks),
     _check("train-offload", "optimizer state in host memory", offload),

@@ -1,7 +1,7 @@
 """The switches of CUDA's libraries that exact numerics set before the first product: one function, in one place.
 
 Without them the same product may have other bits the next time, or next to others: cuBLAS takes its workspace from a
-pool that streams share, rounds fp32 operands to tf32 where it is told to, and adds partial sums of bf16 in bf16; fused
+pool that streams share, rounds fp32 operands to tf32 where it may, and adds partial sums of bf16 in bf16; fused
 attention adds gradients of keys in the order in which blocks come.
 """
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import sys
 import time
@@ -138,13 +139,16 @@ def _say_place() -> None:
     library.pretended_place(place.encode())
 
 
+def _ours(module: str) -> Any:
+    """A module of this folder, once the package can be imported."""
+    return importlib.import_module(f"shardproof.verify.pretended.{module}")
+
+
 def install_triton(module: Any) -> None:
     """Triton's driver is the pretended one. `module` is `triton.runtime.driver`."""
 
     def create() -> Any:
-        from shardproof.verify.pretended.triton_driver import PretendedDriver
-
-        return PretendedDriver()
+        return _ours("triton_driver").PretendedDriver()
 
     module._create_driver = create
 
@@ -153,21 +157,15 @@ def install_symmetric(module: Any) -> None:
     """Symmetric memory is that of `symmetric`. `module` is `torch.distributed._symmetric_memory`."""
 
     def empty(*size: Any, dtype: Any = None, device: Any = None) -> Any:
-        from shardproof.verify.pretended.symmetric import empty
-
-        return empty(*size, dtype=dtype, device=device)
+        return _ours("symmetric").empty(*size, dtype=dtype, device=device)
 
     def rendezvous(tensor: Any, group: Any) -> Any:
-        from shardproof.verify.pretended.symmetric import rendezvous
-
-        return rendezvous(tensor, group)
+        return _ours("symmetric").rendezvous(tensor, group)
 
     class SymmetricMemory:
         @staticmethod
         def set_group_info(name: str, rank: int, size: int, store: Any) -> None:
-            from shardproof.verify.pretended.symmetric import know
-
-            know(name, rank, size, store)
+            _ours("symmetric").know(name, rank, size, store)
 
     module.empty, module.rendezvous, module._SymmetricMemory = empty, rendezvous, SymmetricMemory
 

@@ -23,7 +23,7 @@ _FILES: dict[int, int] = {}
 
 
 _GROUPS: dict[str, Members] = {}
-"""By name, those that torch was told of."""
+"""By name, those that torch was given."""
 
 
 @dataclass(frozen=True)

@@ -116,9 +116,9 @@ class PretendedLauncher:
 
     def _executable(self) -> Any:
         if self._ready is None:
-            kept = triton.runtime.cache.get_cache_manager(self._metadata.hash).get_file(f"{self._name}.ptx")
-            assert kept is not None, "Triton keeps the PTX of what it has compiled"
-            self._ready = executable(Path(kept).read_text())
+            path = triton.runtime.cache.get_cache_manager(self._metadata.hash).get_file(f"{self._name}.ptx")
+            assert path is not None, "Triton keeps the PTX of what it has compiled"
+            self._ready = executable(Path(path).read_text())
         return self._ready
 
     def __call__(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
