@@ -55,7 +55,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("lacks", [-1, 1])
+@pytest.mark.parametrize("lacks", [pytest.param(-1, marks=pytest.mark.full), 1])
 def test_members_use_kernels_where_all_reach_each_other_and_nccl_where_one_does_not(tmp_path: Path, lacks: int) -> None:
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "main.py").write_text(MAIN)
