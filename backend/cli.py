@@ -38,11 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     parser.add_argument(
         "--transport",
-        choices=("shm", "gloo", "memory", "nccl"),
+        choices=("shm", "gloo", "memory", "nccl", "kernels"),
         help=(
             "shm: processes on CPUs, through memory that the ranks of a host share, and over gloo between hosts "
             "(default, unless cluster.collective_library is gloo); gloo: the same over gloo alone; nccl: one GPU per "
-            "rank; memory: all ranks as threads of one process"
+            "rank; kernels: the same, with our kernels where the GPUs of a group reach each other's memory; memory: "
+            "all ranks as threads of one process"
         ),
     )
     parser.add_argument(

@@ -65,6 +65,10 @@ def _chosen(ranks: Sequence[int], transport: TransportName, per_host: int) -> tu
         return "memory", "ranks are threads of one process"
     if transport == "nccl":
         return "NCCL", "each rank has a GPU"
+    if transport == "kernels":
+        if len({rank // per_host for rank in ranks}) > 1:
+            return "NCCL", "their ranks are on several hosts"
+        return "our kernels", "all their ranks are on one host; NCCL, if its GPUs do not reach each other's memory"
     if transport == "gloo":
         return "gloo", "--transport or cluster.collective_library says so"
     if len({rank // per_host for rank in ranks}) > 1:

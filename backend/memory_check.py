@@ -18,6 +18,7 @@ from ..core.machine.host import available_memory_bytes
 from ..core.plan.plan import AnyPlan
 from ..core.plan.sections import Offload
 from .dry_run import rank_groups
+from .watch.rank_messages import ON_GPUS
 
 STATES = ("weights", "gradients", "optimizer")
 """The components of `fit` that a rank holds throughout."""
@@ -51,7 +52,7 @@ def check_memory(plan: AnyPlan, transport: str, available_bytes: float | None = 
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return None
-    if transport == "nccl":
+    if transport in ON_GPUS:
         return _check_device(plan)
     available = available_memory_bytes() if available_bytes is None else available_bytes
     if available is None:

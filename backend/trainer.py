@@ -24,7 +24,7 @@ from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, torchrun_transport, under_torchrun
 from .memory_check import check_memory
 from .unsupported import unsupported
-from .watch.rank_messages import TransportName
+from .watch.rank_messages import ON_GPUS, TransportName
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -174,7 +174,7 @@ class Trainer:
         if self.groups is not None or under_torchrun():
             return self._fit_as_rank()
         _check_picklable(self._job)
-        if self.transport == "nccl":
+        if self.transport in ON_GPUS:
             from .base.environment import check_devices  # imports torch
 
             check_devices(self.plan.world_size)

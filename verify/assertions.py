@@ -28,7 +28,7 @@ def assert_bitwise(
     plan: AnyPlan | Path | str,
     *,
     block: Callable[..., Any] | None = None,
-    transport: Literal["gloo", "shm", "memory", "nccl"] | None = None,
+    transport: Literal["gloo", "shm", "memory", "nccl", "kernels"] | None = None,
     steps: int = 3,
 ) -> None:
     """Fails unless `steps` optimizer steps of the plan compute, to the last bit, what one device computes.

@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     dynamic.add_argument(
         "--transport",
-        choices=("shm", "gloo", "memory", "nccl"),
+        choices=("shm", "gloo", "memory", "nccl", "kernels"),
         help=(
             "ranks are processes (shm: through shared memory; gloo), or threads of one (memory), of which 64 run "
             "as they are (default: as in train; of 9 to 64 ranks memory)"

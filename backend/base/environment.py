@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ...core.base.errors import PlanError
+from .determinism import switches
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -25,7 +26,7 @@ def environment(device: torch.device) -> dict[str, str]:
     }
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
-    return found
+    return {**found, **switches()} if device.type == "cuda" else found
 
 
 def check_devices(needed: int) -> None:

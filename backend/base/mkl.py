@@ -12,6 +12,11 @@ import os
 import sys
 from pathlib import Path
 
+WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACE = ":4096:8"
+"""What cuBLAS, MKL's counterpart on GPUs, needs in the environment to repeat its bits (`determinism`): eight buffers of
+4 MiB."""
+
 
 def mkl_switch() -> str:
     """The value of `MKL_CBWR` for this CPU: strict reproducibility on AVX512 code where it has AVX512,

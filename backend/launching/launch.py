@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ...core.base.errors import MissingExtraError, RankFailure
 from ...core.base.interrupts import ENDING_SIGNALS
-from ..base.mkl import mkl_switch
+from ..base.mkl import WORKSPACE, WORKSPACE_VARIABLE, mkl_switch
 from ..transport.interfaces import loopback_variables
 from ..watch.rank_failures import late, root_cause, stalled
 from ..watch.rank_messages import (
@@ -43,6 +43,9 @@ from ..watch.rank_messages import (
     Failure,
     Job,
     Whereabouts,
+)
+from ..watch.rank_messages import (
+    ON_GPUS as ON_GPUS,
 )
 from ..watch.rank_messages import (
     TransportName as TransportName,  # of those that may not use the watch
@@ -443,10 +446,10 @@ MB takes 6.7 ms instead of 31 (2 cores of a virtual machine, 2026-11)."""
 
 def rank_environment(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The environment of ranks of this machine: one thread each (which makes forking safe too), nothing that
-    listens but on loopback, temporary files in `folder`, and unless the user chose others MKL's reproducible mode
-    and memory that is kept."""
+    listens but on loopback, temporary files in `folder`, and unless the user chose others MKL's reproducible mode,
+    the workspace with which cuBLAS repeats its bits, and memory that is kept."""
     fixed = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **loopback_variables()}
-    return {"MKL_CBWR": mkl_switch(), **MALLOC_KEEPS_MEMORY, **environment, **fixed}
+    return {"MKL_CBWR": mkl_switch(), WORKSPACE_VARIABLE: WORKSPACE, **MALLOC_KEEPS_MEMORY, **environment, **fixed}
 
 
 @contextlib.contextmanager

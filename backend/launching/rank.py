@@ -103,6 +103,11 @@ def _connect(job: Job) -> Transport:
     board = Board.open(job.board_file, job.world_size)
     if job.transport == "shm":
         return SharedMemoryTransport(store, job.global_rank, job.world_size, board=board)
+    if job.transport == "kernels":
+        from ..kernels.transport import KernelTransport
+
+        device = torch.device("cuda", job.global_rank)
+        return KernelTransport(store, job.global_rank, job.world_size, device=device, board=board)
     return ProcessGroupTransport(
         store,
         job.global_rank,

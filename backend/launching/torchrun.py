@@ -31,7 +31,7 @@ def under_torchrun() -> bool:
 
 def torchrun_transport(
     device: str | None = None,
-    backend: Literal["shm", "gloo", "nccl"] = "shm",
+    backend: Literal["shm", "gloo", "nccl", "kernels"] = "shm",
     timeout_s: float | None = None,
     groups: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Transport:
@@ -74,15 +74,15 @@ def torchrun_transport(
 
         transport = SharedMemoryTransport(store, rank, world_size, timeout_s=timeout_s, board=board)
     else:
-        transport = ProcessGroupTransport(
-            store,
-            rank,
-            world_size,
-            backend=backend,
-            device=device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}"),
-            timeout_s=timeout_s,
-            board=board,
-        )
+        device = device or ("cpu" if backend == "gloo" else f"cuda:{os.environ.get('LOCAL_RANK', rank)}")
+        if backend == "kernels":
+            from ..kernels.transport import KernelTransport
+
+            transport = KernelTransport(store, rank, world_size, device=device, timeout_s=timeout_s, board=board)
+        else:
+            transport = ProcessGroupTransport(
+                store, rank, world_size, backend=backend, device=device, timeout_s=timeout_s, board=board
+            )
     transport.given = given
     return transport
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...core.plan.plan import Plan
+from ..base.determinism import make_exact
 from .base import Numerics, Scalar
 from .contributions import Contribution
 from .exact import ExactNumerics
@@ -25,9 +26,11 @@ __all__ = [
 
 
 def make_numerics(plan: Plan, device: torch.device | str = "cpu", *, global_rank: int = 0) -> Numerics:
-    """`[numerics] mode` as operations of a rank on a device."""
+    """`[numerics] mode` as operations of a rank on a device. Raises `PlanError` where exact ones are not to be had
+    (`make_exact`)."""
     device, layout = torch.device(device), plan.layout
     if plan.numerics.mode == "fast":
         gradient_dtype = torch.bfloat16 if plan.precision.gradient_dtype == "bf16" else torch.float32
         return FastNumerics(device, gradient_dtype, compiles=bool(plan.runtime.compile))
+    make_exact(device)
     return ExactNumerics(plan.leaf_sizes, device, cp=layout.cp, cp_rank=layout.coordinates(global_rank)["cp"])

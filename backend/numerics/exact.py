@@ -24,6 +24,7 @@ from ..transport.base import Group
 from .base import Numerics, flatten, unflatten
 from .contributions import Accumulator, Contribution
 from .copies import Copies
+from .device_sum import DeviceSum, device_sum
 from .exact_gradients import ExactAccumulator, TokenNodes, finished_parts
 from .exact_sum import ExactSum, exact_sum
 from .expert_rows import ExactExpertNumerics
@@ -249,11 +250,17 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         nodes = tuple(maximal_nodes(summands.num_leaves, *samples) for samples in copies.of_replicate(samples_of))
         return sum_over(copies.replicate, held, Summands(summands.num_leaves, nodes))
 
-    def sum(self, tensors: Iterable[Tensor]) -> ExactSum:
-        return exact_sum(tensors, device=self.device)
+    def sum(self, tensors: Iterable[Tensor]) -> ExactSum | DeviceSum:
+        return self._sum(tensors, squares=False)
 
-    def sum_of_squares(self, tensors: Iterable[Tensor]) -> ExactSum:
-        return exact_sum(tensors, squares=True, device=self.device)
+    def sum_of_squares(self, tensors: Iterable[Tensor]) -> ExactSum | DeviceSum:
+        return self._sum(tensors, squares=True)
+
+    def _sum(self, tensors: Iterable[Tensor], *, squares: bool) -> ExactSum | DeviceSum:
+        """On the CPU by what the numbers are; on a device without looking at them."""
+        if self.device.type == "cpu":
+            return exact_sum(tensors, squares=squares, device=self.device)
+        return device_sum(tensors, squares=squares, device=self.device)
 
     def _over_sequence(self, kind: OpenKind, chunks: Chunks, samples: list[list[Tensor]]) -> Contribution:
         """What this rank has of the sums over all leaves of each sample: a value for each of its nodes."""

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-TransportName = Literal["shm", "gloo", "nccl", "memory"]
+TransportName = Literal["shm", "gloo", "nccl", "kernels", "memory"]
 """shm: processes, through memory that the ranks of a host share and over gloo between hosts. gloo: processes over gloo
-alone. nccl: one GPU per rank. memory: threads of one process."""
+alone. nccl: one GPU per rank. kernels: the same, with our kernels in groups whose GPUs reach each other's memory.
+memory: threads of one process."""
+
+ON_GPUS: tuple[TransportName, ...] = ("nccl", "kernels")
+"""Transports of which each rank has a GPU."""
 
 RANK_ENDED = struct.Struct("<ii")
 """What the server of ranks reports on a pool's lifeline: the rank's number there, and its exit code (minus the

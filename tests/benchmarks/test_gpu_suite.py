@@ -13,7 +13,7 @@ from shardproof.verify.doctor.checks import Check, Result
 from shardproof.verify.doctor.machine import Machine
 from shardproof.verify.doctor.report import Report
 
-CHECKS = (Check("bits", "", ""), Check("gpu-step", "", "", limit_s=0.01, on_gpu=True))
+CHECKS = (Check("bits", "", "", limit_s=0.01), Check("gpu-step", "", "", limit_s=0.01, on_gpu=True))
 
 
 def test_a_check_of_gpus_that_failed_once_stays_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +38,16 @@ def test_without_a_gpu_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(PlanError, match="no CUDA device: no NVIDIA driver answers"):
         gpu_suite.suite(str(tmp_path / "report.json"), 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_needs_no_gpu_is_not_begun_where_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_suite, "run_check", lambda check, machine: Result("ok"))
+    long = (Check("kernels", "", "", limit_s=600), Check("train", "", "", limit_s=600))
+    report, _ = gpu_suite.repeated(Machine(gpus=("a GPU",)), long, time.monotonic() + 1, lambda report: None)
+    assert report.results["kernels"] == Result("skipped", "no time is left")
+    assert report.results["train"].status == "ok"
+
+
+def test_the_suite_begins_with_what_needs_a_gpu() -> None:
+    names = [check.name for check in gpu_suite.ordered()]
+    assert names.index("gpu-step") < names.index("train") < names.index("kernels") and len(set(names)) == len(names)

@@ -50,7 +50,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """`function`, `module:name` in this folder, takes a `Machine` and gives a `Result`, within `limit_s` seconds."""
+    """`function`, `module:name` in this folder, or of a module's whole name, takes a `Machine` and gives a `Result`,
+    within `limit_s` seconds."""
 
     name: str
     what: str
@@ -66,6 +67,7 @@ def run_check(check: Check, machine: Machine) -> Result:
     if why := check.needs(machine):
         return Result("skipped", why)
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main({check.function!r})"
+    limit_s = check.limit_s * machine.patience
     read, write = os.pipe()
     environment = {**os.environ, **dict(check.environment), RESULT_VARIABLE: str(write)}
     process = subprocess.Popen(
@@ -80,10 +82,10 @@ def run_check(check: Check, machine: Machine) -> Result:
     os.close(write)
     with os.fdopen(read, "rb") as answer:
         try:
-            _, words = process.communicate(json.dumps(asdict(machine)).encode(), timeout=check.limit_s)
+            _, words = process.communicate(json.dumps(asdict(machine)).encode(), timeout=limit_s)
             return _result(process.returncode, answer.read() if process.returncode == 0 else b"", words)
         except subprocess.TimeoutExpired:
-            return Result("failed", f"not done within {check.limit_s:g} s", check.limit_s, "s")
+            return Result("failed", f"not done within {limit_s:g} s", limit_s, "s")
         finally:
             _end(process)
 
@@ -125,7 +127,7 @@ def main(function: str) -> None:
     machine = Machine(**{**given, "gpus": tuple(given["gpus"]), "links": links})
     module, name = function.split(":")
     try:
-        result = getattr(importlib.import_module(f".{module}", __package__), name)(machine)
+        result = getattr(importlib.import_module(module if "." in module else f".{module}", __package__), name)(machine)
     except Exception as error:
         result = Result("failed", error_words(error))
     with os.fdopen(int(os.environ[RESULT_VARIABLE]), "wb") as pipe:

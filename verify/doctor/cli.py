@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ...core.base.errors import PlanError, UnknownNameError
 from ...core.base.terminal import say
@@ -21,6 +22,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("report", nargs="?", metavar="REPORT", help="print a report that was written with -o, and stop")
     parser.add_argument("--gpus", action="store_true", help="check the GPUs too; without any the exit code is 2")
     parser.add_argument(
+        "--small", action="store_true", help="with --gpus: sizes that are soon done, to see that every check ends"
+    )
+    parser.add_argument(
         "--only", action="append", metavar="NAME", help="this check alone (repeatable), such as bits or gpu-capture"
     )
     add_output(parser)
@@ -30,13 +34,15 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0 when no check has failed, 1 when one has; bad input, and --gpus without a GPU, end with 2."""
     check_output(args.output)
     if args.report is not None:
-        if args.gpus or args.only:
-            raise PlanError("a REPORT is only printed. Leave out --gpus and --only, or REPORT.")
+        if args.gpus or args.only or args.small:
+            raise PlanError("a REPORT is only printed. Leave out --gpus, --small and --only, or REPORT.")
         report = read_report(args.report)
         emit(args, report.text, report.to_json())
         return 0 if report.ok else 1
+    if args.small and not args.gpus:
+        raise PlanError("--small is of checks of GPUs. Add --gpus.")
     checks = asked(args.only, args.gpus)
-    machine = this_machine()
+    machine = replace(this_machine(), is_small=args.small)
     lacking = args.gpus and not machine.gpus
     report = examine(
         machine,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -18,20 +20,15 @@ from ..kernels.processes import Peer
 from .checks import Result, Table
 from .gpu_ranks import ON_ONE, Place, Ranks, seconds_in_graph, seconds_of_calls
 from .machine import Machine
+from .sizes import Sizes, sizes_for
 
 BUFFER_BYTES = 1 << 28
 BLOCK = 1024
-NUM_BLOCKS = 4
-"""Of a case, whose sizes follow from it."""
+"""Elements of a block of an all-reduce."""
 
-CHECKED = 50_000
-"""Calls of an all-reduce whose results are looked at; each meets twice."""
 
-TIMED = 200
-"""Calls in a graph."""
-
-NUM_REPLAYS = 300
-"""Of a graph, each looked at."""
+PRETENDED = "pretended device"
+"""The floor of cases on pretended GPUs: no evidence of what a GPU does."""
 
 
 def peer_on(place: Place, num_bytes: int = BUFFER_BYTES) -> Peer:
@@ -49,23 +46,27 @@ def peer_on(place: Place, num_bytes: int = BUFFER_BYTES) -> Peer:
 
 
 class Streams:
-    """Ranks of one process on one GPU, a stream each, whose kernels run at the same time."""
+    """Ranks of one process on one GPU, a stream each, whose kernels run at the same time; where GPUs are pretended,
+    in threads of the host, since a kernel that waits for peers would let nobody launch theirs."""
 
-    def __init__(self, size: int, num_bytes: int):
+    def __init__(self, size: int, num_bytes: int, machine: Machine):
         device = torch.device("cuda", torch.cuda.current_device())
         self.peers = [
             Peer(memory, DeviceLauncher(memory, lambda number: [number] * size, sharing=size))
             for memory in memory_on_one_device(size, device, num_bytes)
         ]
         self._streams = [torch.cuda.Stream() for _ in range(size)]
+        self._threads = ThreadPoolExecutor(size) if machine.pretended else None
         torch.cuda.synchronize()  # pads are zero
 
     def run(self, calls: Sequence[Callable[[], object]]) -> None:
         """Launches the call of every rank on its stream. What they load the first time is loaded before any of them
         waits, since `DeviceLauncher` compiles before it launches and every rank launches the same."""
+        if self._threads is not None:
+            list(self._threads.map(_on_stream, calls, self._streams))
+            return
         for call, stream in zip(calls, self._streams, strict=True):
-            with torch.cuda.stream(stream):
-                call()
+            _on_stream(call, stream)
 
     def together(self, calls: Sequence[Callable[[], object]], times: int) -> None:
         """So many rounds of calls, all after what the current stream has done and before what it does next."""
@@ -82,13 +83,19 @@ class Streams:
         return seconds_in_graph(lambda number: self.together(calls, number), times)
 
 
-def _cases(place: Place) -> dict[str, str]:
+def _on_stream(call: Callable[[], object], stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        call()
+
+
+def _cases(sizes: Sizes, place: Place) -> dict[str, str]:
     peer, found = peer_on(place), {}
     architecture = 10 * torch.cuda.get_device_capability(place.device)[0]
     for kernel in catalog.KERNELS:
         lacks = "multicast" in kernel.function.arg_names and not peer.memory.multicast
         if not lacks and kernel.least_architecture <= architecture:
-            cases = few_cases(kernel.name, place.size, block=BLOCK, num_blocks=NUM_BLOCKS, compiled=True)
+            shape = {"block": sizes.case_block, "num_blocks": sizes.case_blocks}
+            cases = few_cases(kernel.name, place.size, compiled=True, **shape)[: sizes.most_cases]
             wrong = [f"{case}: {outcome}" for case in cases if not (outcome := run_case(peer, case)).right]
             found[kernel.name] = "; ".join(wrong)
     return found
@@ -96,11 +103,11 @@ def _cases(place: Place) -> dict[str, str]:
 
 def cases(machine: Machine) -> Result:
     """Every kernel's cases on GPUs: the bits of the tree in torch, and no signal left in a pad."""
-    of_ranks = Ranks(len(machine.gpus)).run(_cases)
+    of_ranks = Ranks(machine).run(functools.partial(_cases, sizes_for(machine)))
     rows = []
     for kernel in of_ranks[0]:
         wrong = [f"rank {rank}: {found[kernel]}" for rank, found in enumerate(of_ranks) if found[kernel]]
-        rows.append((kernel, "device", "; ".join(wrong) or HOLDS))
+        rows.append((kernel, PRETENDED if machine.pretended else "device", "; ".join(wrong) or HOLDS))
     bad = [f"{kernel}: {what}" for kernel, _, what in rows if what != HOLDS]
     return Result(
         "failed" if bad else "ok",
@@ -168,32 +175,36 @@ class Rounds:
         self.wrong.add_((self.all_reduce.out != self._due).sum())
 
 
-def _meet(place: Place) -> tuple[int, float]:
+def _meet(sizes: Sizes, place: Place) -> tuple[int, float]:
     rounds = Rounds(peer_on(place, 1 << 20))
-    for _ in range(CHECKED):
+    for _ in range(sizes.checked):
         rounds()
-    return int(rounds.wrong), seconds_of_calls(rounds.all_reduce, TIMED)
+    return int(rounds.wrong), seconds_of_calls(rounds.all_reduce, sizes.timed)
 
 
-def _meet_on_streams() -> tuple[int, float]:
-    streams = Streams(ON_ONE, 1 << 20)
+def _meet_on_streams(sizes: Sizes, machine: Machine) -> tuple[int, float]:
+    streams = Streams(ON_ONE, 1 << 20, machine)
     rounds = [Rounds(peer) for peer in streams.peers]
-    streams.together(rounds, CHECKED)
+    streams.together(rounds, sizes.checked)
     torch.cuda.synchronize()
-    return sum(int(each.wrong) for each in rounds), streams.seconds([each.all_reduce for each in rounds], TIMED)
+    return sum(int(each.wrong) for each in rounds), streams.seconds([each.all_reduce for each in rounds], sizes.timed)
 
 
 def barriers(machine: Machine) -> Result:
     """Rounds of the barrier at which our kernels meet, in all-reduces of one block; what peers wrote is there then."""
-    of_ranks = Ranks(len(machine.gpus)).run(_meet) if len(machine.gpus) > 1 else [_meet_on_streams()]
+    sizes = sizes_for(machine)
+    if len(machine.gpus) > 1:
+        of_ranks = Ranks(machine).run(functools.partial(_meet, sizes))
+    else:
+        of_ranks = [_meet_on_streams(sizes, machine)]
     if wrong := sum(each for each, _ in of_ranks):
         return Result("failed", "a rank reads what a peer had not written yet", wrong, "values")
     how = f"{len(of_ranks)} GPUs" if len(of_ranks) > 1 else f"{ON_ONE} streams of one GPU"
     slowest_s = max(seconds for _, seconds in of_ranks)
-    return Result("ok", f"{2 * CHECKED:,} rounds, {how}", round(slowest_s * 1e6, 2), "us an all-reduce")
+    return Result("ok", f"{2 * sizes.checked:,} rounds, {how}", round(slowest_s * 1e6, 2), "us an all-reduce")
 
 
-def _replay(place: Place) -> int:
+def _replay(sizes: Sizes, place: Place) -> int:
     call = AllReduce(peer_on(place, 1 << 20), torch.zeros(4096, device=place.device), "all_reduce_two_shot")
     number = torch.zeros((), device=place.device)
 
@@ -211,7 +222,7 @@ def _replay(place: Place) -> int:
     with torch.cuda.graph(graph, stream=side):
         work()
     wrong = 0
-    for replayed in range(2, NUM_REPLAYS + 2):
+    for replayed in range(2, sizes.replays + 2):
         graph.replay()
         wrong += int((call.out != replayed * place.size * (place.size + 1) // 2).sum())
     return wrong
@@ -219,10 +230,11 @@ def _replay(place: Place) -> int:
 
 def capture(machine: Machine) -> Result:
     """A CUDA graph with an all-reduce of ours, replayed; each result is known."""
-    wrong = sum(Ranks(len(machine.gpus)).run(_replay))
+    sizes = sizes_for(machine)
+    wrong = sum(Ranks(machine).run(functools.partial(_replay, sizes)))
     if wrong:
         return Result("failed", "a replayed graph gives another sum than its launches", wrong, "values")
-    return Result("ok", f"{NUM_REPLAYS:,} replays", 0, "wrong values")
+    return Result("ok", f"{sizes.replays:,} replays", 0, "wrong values")
 
 
 def exact_all_reduces(peer: Peer, sizes: Sequence[int]) -> dict[tuple[str, int], Callable[[], object]]:

@@ -11,22 +11,18 @@ from torch import Tensor
 from ...backend.kernels.exact_products import ExactProducts, tiles_for
 from ...backend.kernels.launch import launch_alone
 from ...core.base.reduction import CarryTree, cut, maximal_nodes
+from ..kernels.products_story import SMALL_TILES
 from .checks import Result, Table
 from .gpu_ranks import seconds_on_gpu
 from .machine import Machine
-
-SHAPES = ((8192, 8192, 4096), (8192, 4096, 14336), (512, 8192, 4096))
-"""Rows, columns and k: a batch of tokens in layers of models of 8 and 70 billion parameters, and few tokens."""
-
-SMALLER = (4096, 4096, 4096)
-LEAVES = (512, 1024, 4096)
-CALLS = 10
+from .sizes import Shape, Sizes, sizes_for
 
 
-def products_here() -> ExactProducts:
-    """On the current GPU, a program on each multiprocessor."""
+def products_here(machine: Machine) -> ExactProducts:
+    """On the current GPU, a program on each multiprocessor; with small tiles where sizes are small."""
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return ExactProducts(launch_alone, found.multi_processor_count, tiles_for(10 * found.major + found.minor))
+    tiles = SMALL_TILES if machine.is_small else tiles_for(10 * found.major + found.minor)
+    return ExactProducts(launch_alone, found.multi_processor_count, tiles)
 
 
 def different(one: Tensor, other: Tensor) -> bool:
@@ -49,47 +45,55 @@ def _contracted_by(products: ExactProducts, x_NC: Tensor, weight_CF: Tensor, lea
     return tree.root()
 
 
-def _differences(products: ExactProducts, dtype: torch.dtype) -> Iterator[str]:
+def _differences(products: ExactProducts, dtype: torch.dtype, sizes: Sizes) -> Iterator[str]:
     """What changes bits of products of any numbers and must not."""
     generator = torch.Generator("cuda").manual_seed(7)
 
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
-    x, weight, head = some(333, 4096), some(4096, 392), some(392, 4096)
-    whole = products.contract(x, weight, 512, [(0, 8)])[0]
+    (rows, columns, k), leaf = sizes.exact_bits, sizes.bits_leaf
+    x, weight, head = some(rows, k), some(k, columns), some(columns, k)
+    nodes = [(0, k // leaf)]
+    whole = products.contract(x, weight, leaf, nodes)[0]
     for tp in (2, 3, 5, 8):
-        if different(_contracted_by(products, x, weight, 512, tp), whole):
+        if different(_contracted_by(products, x, weight, leaf, tp), whole):
             yield f"a contraction cut over {tp} ranks"
-    if different(products.contract(x[17:40], weight, 512, [(0, 8)])[0], whole[17:40]):
+    few = slice(rows // 20 + 1, rows // 8)
+    if different(products.contract(x[few], weight, leaf, nodes)[0], whole[few]):
         yield "a contraction of fewer rows"
     projected = products.project(x, head)
-    if different(products.project(x[100:111], head), projected[100:111]):
+    if different(products.project(x[few], head), projected[few]):
         yield "a projection of fewer rows"
-    if different(products.project(x, head[131:291]), projected[:, 131:291]):
+    own = slice(columns // 3 + 1, 3 * columns // 4)
+    if different(products.project(x, head[own]), projected[:, own]):
         yield "a projection cut over ranks"
-    tokens, gradients = x.view(3, 111, 4096), some(3, 111, 72)
-    summed = products.weight_gradient(tokens, gradients, 32, [(0, 4)])[0]
-    if different(products.weight_gradient(tokens[1:2], gradients[1:2], 32, [(0, 4)])[0, 0], summed[1]):
+    tokens, gradients = x.view(3, -1, k), some(3, rows // 3, 72)
+    leaves = [(0, -(-(rows // 3) // sizes.token_leaf))]
+    summed = products.weight_gradient(tokens, gradients, sizes.token_leaf, leaves)[0]
+    if different(products.weight_gradient(tokens[1:2], gradients[1:2], sizes.token_leaf, leaves)[0, 0], summed[1]):
         yield "a weight gradient of one sample"
-    if different(products.weight_gradient(tokens[..., 512:640], gradients, 32, [(0, 4)])[0], summed[:, 512:640]):
+    part = slice(k // 8, k // 8 + k // 32)
+    if different(products.weight_gradient(tokens[..., part], gradients, sizes.token_leaf, leaves)[0], summed[:, part]):
         yield "a weight gradient cut over ranks"
-    yield from _of_experts(products, some)
-    if any(different(products.contract(x, weight, 512, [(0, 8)])[0], whole) for _ in range(20)):
+    yield from _of_experts(products, some, sizes)
+    if any(different(products.contract(x, weight, leaf, nodes)[0], whole) for _ in range(sizes.repeats)):
         yield "a contraction made again"
 
 
-def _of_experts(products: ExactProducts, some: Callable[..., Tensor]) -> Iterator[str]:
+def _of_experts(products: ExactProducts, some: Callable[..., Tensor], sizes: Sizes) -> Iterator[str]:
     """Experts side by side and one at a time."""
-    weights, x, y = some(4, 512, 256), some(300, 256), some(300, 512)
-    groups = [(0, 0, 37), (2, 37, 200), (3, 200, 300)]
+    wide, narrow, first, second, tokens = (size // sizes.scale for size in (512, 256, 37, 200, 300))
+    leaf, nodes = -(-wide // 4), [(0, 4)]
+    weights, x, y = some(4, wide, narrow), some(tokens, narrow), some(tokens, wide)
+    groups = [(0, 0, first), (2, first, second), (3, second, tokens)]
     projected = products.project_experts(x, weights, groups)
-    contracted = products.contract_experts(y, weights, groups, 128, [(0, 4)])[0]
+    contracted = products.contract_experts(y, weights, groups, leaf, nodes)[0]
     gradients = products.expert_weight_gradient(y, x, groups)
-    for number, (expert, first, last) in enumerate(groups):
-        rows = slice(first, last)
-        gradient = products.weight_gradient(y[None, rows], x[None, rows], last - first, [(0, 1)])
-        alone = products.contract(y[rows], weights[expert], 128, [(0, 4)])[0]
+    for number, (expert, begin, end) in enumerate(groups):
+        rows = slice(begin, end)
+        gradient = products.weight_gradient(y[None, rows], x[None, rows], end - begin, [(0, 1)])
+        alone = products.contract(y[rows], weights[expert], leaf, nodes)[0]
         if different(projected[rows], products.project(x[rows], weights[expert])):
             yield f"a projection of expert {expert} together with others"
         if different(contracted[rows], alone):
@@ -99,7 +103,7 @@ def _of_experts(products: ExactProducts, some: Callable[..., Tensor]) -> Iterato
 
 
 def _rates(
-    products: ExactProducts, shape: tuple[int, int, int], dtype: torch.dtype
+    products: ExactProducts, shape: Shape, dtype: torch.dtype, sizes: Sizes
 ) -> Iterator[tuple[str | float, ...]]:
     """Rows of the table: product, shape, type, leaf, TFLOP/s and the share of what cuBLAS reaches."""
     m, n, k = shape
@@ -108,14 +112,16 @@ def _rates(
     flops, name = 2.0 * m * n * k, str(dtype).removeprefix("torch.")
     calls: list[tuple[str, int, Callable[[], object]]] = [("cuBLAS", k, functools.partial(torch.matmul, x, weight))]
     calls.append(("project", k, functools.partial(products.project, x, head)))
-    for leaf in LEAVES:
+    for leaf in sizes.leaves:
         nodes = [(0, -(-k // leaf))]
         calls.append(("contract", leaf, functools.partial(products.contract, x, weight, leaf, nodes)))
-    gradient = functools.partial(products.weight_gradient, tokens[None], weight[None], 512, [(0, -(-k // 512))])
-    calls.append(("weight gradient", 512, gradient))
+    gradient = functools.partial(
+        products.weight_gradient, tokens[None], weight[None], sizes.leaves[0], [(0, -(-k // sizes.leaves[0]))]
+    )
+    calls.append(("weight gradient", sizes.leaves[0], gradient))
     best = 0.0
     for what, leaf, call in calls:
-        rate = flops / seconds_on_gpu(call, CALLS) / 1e12
+        rate = flops / seconds_on_gpu(call, sizes.exact_calls) / 1e12
         best = best or rate
         yield what, "x".join(map(str, shape)), name, leaf, round(rate, 1), round(rate / best, 2)
 
@@ -123,12 +129,13 @@ def _rates(
 def exact_products(machine: Machine) -> Result:
     """No cut, no other row and no other expert changes a bit of a product; rates, and cuBLAS'. The figure is the rate
     of the first shape's contraction in leaves of 512."""
-    products = products_here()
-    wrong = [f"{dtype}: {what}" for dtype in (torch.bfloat16, torch.float32) for what in _differences(products, dtype)]
+    products, sizes = products_here(machine), sizes_for(machine)
+    types = (torch.bfloat16, torch.float32)
+    wrong = [f"{dtype}: {what}" for dtype in types for what in _differences(products, dtype, sizes)]
     if wrong:
         return Result("failed", f"other bits: {'; '.join(wrong)}"[:400], len(wrong), "products")
-    rows = [row for shape in SHAPES for row in _rates(products, shape, torch.bfloat16)]
-    rows += _rates(products, SMALLER, torch.float32)
+    rows = [row for shape in sizes.exact_products for row in _rates(products, shape, torch.bfloat16, sizes)]
+    rows += _rates(products, sizes.exact_fp32, torch.float32, sizes)
     table = Table("exact products", ("product", "m x n x k", "dtype", "leaf", "TFLOP/s", "of cuBLAS"), tuple(rows))
     figure = next(float(row[4]) for row in rows if row[0] == "contract")
     return Result("ok", "", figure, "TFLOP/s", (table,))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ...backend.launching.launch import run_ranks, scratch_folder
 from ...backend.transport.base import Transport
+from .machine import Machine
 
 LIMIT_S = 100.0
 ON_ONE = 3
@@ -32,15 +33,17 @@ class Ranks:
     """Starts ranks on GPUs: one on each of up to `most`, over NCCL, or three on the only one, taking turns, over gloo;
     with three, who waits for one peer alone is found."""
 
-    num_gpus: int
+    machine: Machine
     most: int = 8
 
     def run(self, job: Callable[[Place], Any]) -> list[Any]:
         """What `job` returned on each rank. It has torch's default process group, and its GPU is the current one."""
-        size = min(self.num_gpus, self.most) if self.num_gpus > 1 else ON_ONE
+        num_gpus = len(self.machine.gpus)
+        size = min(num_gpus, self.most) if num_gpus > 1 else ON_ONE
         with scratch_folder("gpus-") as folder:
-            payload = job, self.num_gpus > 1, str(folder / "store")
-            return run_ranks(_on_gpu, payload, world_size=size, transport="gloo", timeout_s=LIMIT_S)
+            payload = job, num_gpus > 1, str(folder / "store")
+            limit_s = self.machine.patience * LIMIT_S
+            return run_ranks(_on_gpu, payload, world_size=size, transport="gloo", timeout_s=limit_s)
 
 
 def _on_gpu(transport: Transport, payload: tuple[Callable[[Place], Any], bool, str]) -> Any:

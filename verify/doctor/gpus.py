@@ -14,9 +14,7 @@ from .checks import Result, Table
 from .gpu_kernels import Streams, exact_all_reduces, peer_on
 from .gpu_ranks import Place, Ranks, seconds_of_calls, seconds_on_gpu
 from .machine import Machine
-
-SIZES = (4096, 1 << 16, 1 << 20, 1 << 24, 1 << 27)
-SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 8192))
+from .sizes import Sizes, sizes_for
 
 
 def _world() -> dist.ProcessGroup:
@@ -35,16 +33,18 @@ def shared(place: Place, count: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
 
 def products(machine: Machine) -> Result:
     """Products by cuBLAS: the same bits twenty times over, and their rate."""
+    sizes = sizes_for(machine)
     rows: list[tuple[str | float, ...]] = []
     best = 0.0
-    for m, n, k in SHAPES:
+    for m, n, k in sizes.products:
         generator = torch.Generator("cuda").manual_seed(m + n + k)
         left = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, generator=generator)
         right = torch.randn(k, n, device="cuda", dtype=torch.bfloat16, generator=generator)
         first = left @ right
         if not all(torch.equal(first.view(torch.int16), (left @ right).view(torch.int16)) for _ in range(20)):
             return Result("failed", f"a product of {m}x{k} and {k}x{n} has other bits the second time")
-        rate = 2.0 * m * n * k / seconds_on_gpu(functools.partial(torch.matmul, left, right), 20) / 1e12
+        seconds = seconds_on_gpu(functools.partial(torch.matmul, left, right), sizes.product_calls)
+        rate = 2.0 * m * n * k / seconds / 1e12
         rows.append((f"{m}x{n}x{k}", "bf16", round(rate, 1)))
         best = max(best, rate)
     table = Table("products by cuBLAS", ("m x n x k", "dtype", "TFLOP/s"), tuple(rows))
@@ -66,10 +66,10 @@ def _operators(place: Place, num_bytes: int) -> dict[str, Callable[[], object]]:
     return calls
 
 
-def _all_reduces(place: Place) -> list[tuple[str, int, float]]:
-    found, ours = [], exact_all_reduces(peer_on(place, max(SIZES)), SIZES)
-    for num_bytes in SIZES:
-        times = _times(num_bytes)
+def _all_reduces(sizes: Sizes, place: Place) -> list[tuple[str, int, float]]:
+    found, ours = [], exact_all_reduces(peer_on(place, max(sizes.buffers)), sizes.buffers)
+    for num_bytes in sizes.buffers:
+        times = sizes.calls(num_bytes)
         for name, call in _operators(place, num_bytes).items():
             found.append((name, num_bytes, seconds_on_gpu(call, times)))
         for name, size in ours:
@@ -78,30 +78,30 @@ def _all_reduces(place: Place) -> list[tuple[str, int, float]]:
     return found
 
 
-def _all_reduces_on_streams() -> list[tuple[str, int, float]]:
+def _all_reduces_on_streams(sizes: Sizes, machine: Machine) -> list[tuple[str, int, float]]:
     """Of two ranks that share a GPU, next to the least that an addition of two tensors takes there."""
-    streams, found = Streams(2, max(SIZES)), []
-    ours = [exact_all_reduces(peer, SIZES) for peer in streams.peers]
-    for num_bytes in SIZES:
+    streams, found = Streams(2, max(sizes.buffers), machine), []
+    ours = [exact_all_reduces(peer, sizes.buffers) for peer in streams.peers]
+    for num_bytes in sizes.buffers:
         left, right, out = (torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         add = functools.partial(torch.add, left, right, out=out)
-        found.append(("one addition", num_bytes, seconds_of_calls(add, _times(num_bytes))))
+        found.append(("one addition", num_bytes, seconds_of_calls(add, sizes.calls(num_bytes))))
         for name, size in ours[0]:
             if size == num_bytes:
                 calls = [calls_of_rank[name, size] for calls_of_rank in ours]
-                found.append((name, num_bytes, streams.seconds(calls, _times(num_bytes))))
+                found.append((name, num_bytes, streams.seconds(calls, sizes.calls(num_bytes))))
     return found
-
-
-def _times(num_bytes: int) -> int:
-    return max(5, min(200, (1 << 28) // num_bytes))
 
 
 def all_reduces(machine: Machine) -> Result:
     """Latency and bandwidth of all-reduces in bf16: NCCL's, torch's own in symmetric memory, and our exact ones; ours
     alone where ranks are streams of one GPU."""
     several = len(machine.gpus) > 1
-    of_ranks = Ranks(len(machine.gpus)).run(_all_reduces) if several else [_all_reduces_on_streams()]
+    sizes = sizes_for(machine)
+    if several:
+        of_ranks = Ranks(machine).run(functools.partial(_all_reduces, sizes))
+    else:
+        of_ranks = [_all_reduces_on_streams(sizes, machine)]
     rows, smallest = [], float("inf")
     for each in zip(*of_ranks, strict=True):
         name, num_bytes, _ = each[0]

@@ -16,6 +16,9 @@ PACKAGES = ("numpy", "torch", "triton", "safetensors")
 ASK_S = 20.0
 """How long nvidia-smi may take to answer."""
 
+PRETENDED_PATIENCE = 5
+"""Kernels are carried out instruction by instruction."""
+
 _LINK = re.compile(r"NV\d+")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -23,7 +26,9 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 @dataclass(frozen=True)
 class Machine:
     """What checks depend on. `gpus` are names, in order; `links` the pairs of them that NVLink joins; `multicast` says
-    that every GPU can write to all by one store. `num_hosts` is that of torchrun. `why_no_gpu` is empty with GPUs."""
+    that every GPU can write to all by one store. `num_hosts` is that of torchrun. `why_no_gpu` is empty with GPUs.
+    `is_small` asks for sizes that are soon done, whatever the figures. GPUs that are pretended (docs/pretended_cuda.md)
+    run a kernel while it is launched."""
 
     processor: str = ""
     num_cores: int = 1
@@ -35,6 +40,13 @@ class Machine:
     multicast: bool = False
     num_hosts: int = 1
     why_no_gpu: str = ""
+    is_small: bool = False
+    pretended: bool = False
+
+    @property
+    def patience(self) -> int:
+        """How much longer checks may take than on a machine with GPUs."""
+        return PRETENDED_PATIENCE if self.pretended else 1
 
     @property
     def all_linked(self) -> bool:
@@ -79,6 +91,7 @@ def this_machine() -> Machine:
         multicast=multicast,
         num_hosts=_num_hosts(),
         why_no_gpu=why,
+        pretended="SHARDPROOF_PRETENDED_CUDA" in os.environ,
     )
 
 

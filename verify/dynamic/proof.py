@@ -36,6 +36,7 @@ from ..ledger.ledger import RunLedger
 from ..run.drop import DropReduction
 from ..run.fast_run import FastCheck, check_fast, states
 from ..run.proof_run import (
+    ON_GPUS,
     ProofJob,
     Scenario,
     TransportName,
@@ -157,7 +158,7 @@ def prove(
     if device == "cuda":
         from ...backend.base.environment import check_devices  # imports torch
 
-        check_devices(small.world_size if transport == "nccl" else 1)
+        check_devices(small.world_size if transport in ON_GPUS else 1)
     one = one_device(small)
     assumptions = probed(one, device)
     job = ProofJob(small, steps, block=block, scenario=scenario, device=device)
@@ -189,10 +190,10 @@ def prove(
 
 def _place(plan: AnyPlan, transport: TransportName | None, device: Device | None) -> tuple[TransportName, Device]:
     """The transport and the device of a proof. Raises `PlanError` for a pair that there is not."""
-    if transport == "nccl" and device != "cpu":
-        return "nccl", "cuda"
+    if transport in ON_GPUS and device != "cpu":
+        return transport, "cuda"
     if device != "cuda":
-        if transport == "nccl":
+        if transport in ON_GPUS:
             raise PlanError("NCCL moves tensors of GPUs. Leave out --device cpu, or use another --transport.")
         return transport or proof_transport(plan), "cpu"
     if transport not in (None, "memory"):

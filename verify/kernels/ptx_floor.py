@@ -29,7 +29,7 @@ def launcher(ground: Ground, architecture: int | None = None) -> Launcher:
         code = code_of_launch(kernel, arguments, constants, architecture or kernel.executed_architecture)
         ready = executable(code.ptx)
         types = ready.program.parameters
-        values = [_bits(arguments[name], types[index]) for index, name in enumerate(code.parameters)]
+        values = [bits_of(arguments[name], types[index]) for index, name in enumerate(code.parameters)]
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         others = {f"tensor {number} in memory": tensor for number, tensor in enumerate(reached)}
         ground.begin()  # a compilation before it takes none of its patience
@@ -53,7 +53,7 @@ def launcher_sm80(ground: Ground) -> Launcher:
     return launcher(ground, 80)
 
 
-def _bits(value: Any, kind: str) -> int:
+def bits_of(value: Any, kind: str) -> int:
     if isinstance(value, Tensor):
         return value.data_ptr()
     if kind in ("f32", "f64"):

@@ -282,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--transport",
-        choices=("gloo", "shm", "memory", "nccl"),
+        choices=("gloo", "shm", "memory", "nccl", "kernels"),
         default="memory",
         help="how ranks talk (default: memory)",
     )

@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_portions(parser, "plans", "every layout before a bridge and after one, and every join")
     parser.add_argument(
         "--transport",
-        choices=("gloo", "shm", "memory", "nccl"),
+        choices=("gloo", "shm", "memory", "nccl", "kernels"),
         default="memory",
         help="how ranks talk (default: memory)",
     )

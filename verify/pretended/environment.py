@@ -13,7 +13,7 @@ MOST_DEVICES = 16
 
 STUBS = Path(__file__).parent / "stubs.py"
 
-AT_START = '''"""Loads pretended CUDA before torch, and puts what Python sees of it into torch once that is loaded."""
+AT_START = '''"""Loads pretended CUDA before torch, and puts what Python sees of it into modules as they are loaded."""
 
 import ctypes
 import importlib.abc
@@ -22,17 +22,20 @@ import os
 import sys
 
 
-class AfterTorch(importlib.abc.MetaPathFinder):
+class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "torch":
+        install = stubs.AFTER.pop(name, None)  # those who find it for this finder do not ask it again
+        if install is None:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            stubs.AFTER[name] = install  # who asks where a module is does not always load it
         load = spec.loader.exec_module
 
         def load_and_install(module):
             load(module)
-            stubs.install(module)
+            install(module)
 
         spec.loader.exec_module = load_and_install
         return spec
@@ -43,14 +46,17 @@ stubs = importlib.util.module_from_spec(found)
 sys.modules["shardproof_pretended_stubs"] = stubs
 found.loader.exec_module(stubs)
 stubs.library = ctypes.CDLL(os.environ["SHARDPROOF_PRETENDED_CUDA"], mode=ctypes.RTLD_GLOBAL)
-sys.meta_path.insert(0, AfterTorch())
+sys.meta_path.insert(0, AfterImport())
 '''
 """What every process runs when it starts (`sitecustomize`)."""
 
 
-def environment(folder: str | Path, *, devices: int = 8, log: bool = False) -> Mapping[str, str]:
+def environment(
+    folder: str | Path, *, devices: int = 8, capability: tuple[int, int] = (9, 0), log: bool = False
+) -> Mapping[str, str]:
     """The environment of this process with pretended CUDA. `folder` is one of the caller's, which the processes look
-    into; with `log` each leaves there, in `logs`, what it gave to streams.
+    into; with `log` each leaves there, in `logs`, what it gave to streams. Devices have a compute capability; the
+    PTX of our products is carried out for 8.0 alone.
 
     Raises `PlanError` where there is no C++ compiler, `InternalError` where it fails.
     """
@@ -63,6 +69,7 @@ def environment(folder: str | Path, *, devices: int = 8, log: bool = False) -> M
         "SHARDPROOF_PRETENDED_CUDA": str(library()),
         "SHARDPROOF_PRETENDED_STUBS": str(STUBS),
         "SHARDPROOF_PRETENDED_DEVICES": str(devices),
+        "SHARDPROOF_PRETENDED_CAPABILITY": "{}.{}".format(*capability),
     }
     if log:
         (folder / "logs").mkdir(exist_ok=True)

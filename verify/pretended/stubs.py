@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import sys
@@ -31,14 +32,19 @@ unfinished: list[Any] = []
 """What carries calls that were given up: it would not end before they do, so it is kept."""
 
 MEMORY_BYTES = 80 << 30
-CAPABILITY = (9, 0)
+
+
+def capability() -> tuple[int, int]:
+    """Of the pretended devices."""
+    major, minor = os.environ.get("SHARDPROOF_PRETENDED_CAPABILITY", "9.0").split(".")
+    return int(major), int(minor)
 
 
 def install(torch: Any) -> None:
     """Puts what is missing into `torch.cuda` and `torch.distributed`, once torch is loaded."""
     import torch.distributed as dist
 
-    for name in ("capture_begin", "capturing", "call", "go_on", "new_pool", "memory"):
+    for name in ("capture_begin", "capturing", "call", "go_on", "new_pool", "memory", "memories"):
         getattr(library, f"pretended_{name}").restype = ctypes.c_int64
     library.pretended_capture_end.restype = library.pretended_replay.restype = ctypes.c_char_p
 
@@ -85,11 +91,27 @@ def install(torch: Any) -> None:
 
     class Properties:
         name = "pretended CUDA"
-        major, minor = CAPABILITY
+        major, minor = capability()
         total_memory = MEMORY_BYTES
         multi_processor_count = 132
+        regs_per_multiprocessor = 65536
+        max_threads_per_multi_processor = 2048
+        shared_memory_per_multiprocessor = 233472
+
+    @contextlib.contextmanager
+    def device(which: Any) -> Iterator[None]:
+        before = torch.accelerator.current_device_index()
+        cuda.set_device(which)
+        try:
+            yield
+        finally:
+            cuda.set_device(before)
 
     cuda = torch.cuda
+    torch.version.cuda = "pretended"
+    cuda.nccl.version = lambda: (0,)
+    cuda.device = device
+    cuda.can_device_access_peer = lambda one, other: os.environ.get("SHARDPROOF_PRETENDED_PEERS") != "none"
     cuda._lazy_init = lambda: None
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count = lambda: int(os.environ.get("SHARDPROOF_PRETENDED_DEVICES", "8"))
@@ -99,7 +121,7 @@ def install(torch: Any) -> None:
     cuda.current_stream = lambda device=None: torch.accelerator.current_stream(_device(torch, device))
     cuda.synchronize = lambda device=None: torch.accelerator.synchronize(_device(torch, device))
     cuda.get_device_name = lambda device=None: Properties.name
-    cuda.get_device_capability = lambda device=None: CAPABILITY
+    cuda.get_device_capability = lambda device=None: capability()
     cuda.get_device_properties = lambda device=None: Properties
     cuda.mem_get_info = lambda device=None: (MEMORY_BYTES, MEMORY_BYTES)
 
@@ -135,6 +157,45 @@ def _say_place() -> None:
         frame = frame.f_back
     place = "" if frame is None else f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_code.co_name}"
     library.pretended_place(place.encode())
+
+
+def _ours(module: str) -> Any:
+    """A module of this folder, once the package can be imported."""
+    return importlib.import_module(f"shardproof.verify.pretended.{module}")
+
+
+def install_triton(module: Any) -> None:
+    """Triton's driver is the pretended one. `module` is `triton.runtime.driver`."""
+
+    def create() -> Any:
+        return _ours("triton_driver").PretendedDriver()
+
+    module._create_driver = create
+
+
+def install_symmetric(module: Any) -> None:
+    """Symmetric memory is that of `symmetric`. `module` is `torch.distributed._symmetric_memory`."""
+
+    def empty(*size: Any, dtype: Any = None, device: Any = None) -> Any:
+        return _ours("symmetric").empty(*size, dtype=dtype, device=device)
+
+    def rendezvous(tensor: Any, group: Any) -> Any:
+        return _ours("symmetric").rendezvous(tensor, group)
+
+    class SymmetricMemory:
+        @staticmethod
+        def set_group_info(name: str, rank: int, size: int, store: Any) -> None:
+            _ours("symmetric").know(name, rank, size, store)
+
+    module.empty, module.rendezvous, module._SymmetricMemory = empty, rendezvous, SymmetricMemory
+
+
+AFTER: dict[str, Callable[[Any], None]] = {
+    "torch": install,
+    "triton.runtime.driver": install_triton,
+    "torch.distributed._symmetric_memory": install_symmetric,
+}
+"""What is done to a module once it is loaded."""
 
 
 def _device(torch: Any, device: Any) -> Any:
@@ -223,10 +284,10 @@ class Work:
         """The current stream waits; what the call keeps alive is let go of."""
         import torch
 
-        torch.accelerator.current_stream().wait_event(self._end)
         if not self._is_over and not self._finish():
             self._given_up()
-        self._is_over, self._held = True, ()
+        torch.accelerator.current_stream().wait_event(self._end)
+        self._is_over, self._held = True, ()  # not before: who waits has the memory back then
         return True
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from ...backend.base.libraries import libraries_of
+from ...backend.launching.launch import ON_GPUS as ON_GPUS
 from ...backend.launching.launch import TransportName as TransportName
 from ...backend.launching.launch import preload, run_ranks
 from ...backend.launching.launch import scratch_folder as scratch_folder  # of those that may not use the backend

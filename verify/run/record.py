@@ -22,6 +22,7 @@ class LedgerObservers:
         """The writer of one rank's file."""
         import torch
 
+        from ...backend.base.determinism import make_exact
         from ...backend.base.environment import environment
 
         plan = self.plan
@@ -29,6 +30,8 @@ class LedgerObservers:
         device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
         )
+        if any(part.numerics.mode == "exact" for part in plan.parts):
+            make_exact(device)  # what is recorded is what the steps have
         header = {
             "world_size": plan.world_size,
             "environment": environment(device),

@@ -7,6 +7,8 @@ is the begin of what is allocated here, so that our barriers and torch's never m
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -26,10 +28,28 @@ def device_memory(group: dist.ProcessGroup, device: torch.device, num_bytes: int
     from torch.distributed import _symmetric_memory as symmetric
 
     whole = symmetric.empty(PAD_BYTES + num_bytes, dtype=torch.uint8, device=device)
+    return _met(group.rank(), whole, symmetric.rendezvous(whole, group=group))
+
+
+def group_memory(
+    name: str, rank: int, size: int, store: dist.Store, device: torch.device, num_bytes: int
+) -> SymmetricMemory:
+    """The same for ranks that torch knows no group of: `name` is one that no group of this process has, and they find
+    each other through `store`."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    symmetric._SymmetricMemory.set_group_info(name, rank, size, store)
+    whole = symmetric.empty(PAD_BYTES + num_bytes, dtype=torch.uint8, device=device)
+    group: Any = name  # a type of its own in some versions
+    return _met(rank, whole, symmetric.rendezvous(whole, group=group))
+
+
+def _met(rank: int, whole: torch.Tensor, handle: Any) -> SymmetricMemory:
+    """The view of memory that all ranks have mapped, all zeros."""
     whole.zero_()
-    handle = symmetric.rendezvous(whole, group=group)
+    torch.cuda.current_stream(whole.device).synchronize()
     handle.barrier(channel=0)  # no rank signals in a pad that its owner still makes zero
-    return SymmetricMemory.of(group.rank(), whole, handle.buffer_ptrs, PAD_BYTES, handle.multicast_ptr)
+    return SymmetricMemory.of(rank, whole, handle.buffer_ptrs, PAD_BYTES, handle.multicast_ptr)
 
 
 def memory_on_one_device(size: int, device: torch.device, num_bytes: int) -> list[SymmetricMemory]:

@@ -129,10 +129,10 @@ def test_another_order_of_a_product_is_seen_and_not_joined(monkeypatch: pytest.M
         cached.cache_clear()
 
 
-def test_one_column_and_another_device_are_never_joined() -> None:
-    """The bits of one column follow the strides of the result; only the CPU's products were measured."""
+def test_one_column_and_sums_on_another_device_are_never_joined() -> None:
+    """The bits of one column follow the strides of the result; products were added to sums on the CPU alone."""
     operands = Operands.of(drawn(4, 9, seed=0), drawn(9, 1, seed=1))
-    assert operands == (False, False, torch.get_num_threads(), True)
+    assert operands == (False, False, torch.get_num_threads(), torch.device("cpu"))
     assert not operands.adds(4, 9, 1)
-    elsewhere = operands._replace(is_cpu=False)
-    assert not elsewhere.adds(4, 9, 3) and not elsewhere.joins((2, 2), 9, (3,)) and elsewhere.joins((2,), 9, (3,))
+    elsewhere = operands._replace(device=torch.device("meta"))
+    assert not elsewhere.adds(4, 9, 3) and elsewhere.joins((2,), 9, (3,))

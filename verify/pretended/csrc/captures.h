@@ -45,6 +45,7 @@ std::map<int64_t, Graph*> captured_streams;
 std::map<int64_t, std::pair<int64_t, Clock>> captured_events;  // by event: the graph, and what was over
 std::set<int64_t> live;                                        // memory that is allocated
 std::map<int64_t, std::pair<void*, size_t>> places;            // where it lies, and its bytes
+std::set<int64_t> shared_memory;                               // that peers write to, whatever this process captures
 std::atomic<int64_t> num_graphs{1}, num_calls{1};
 std::atomic<int> num_captures{0};
 
@@ -70,7 +71,7 @@ void touches(Graph& graph, const std::vector<int64_t>& ids, bool writes) {
   for (auto id : ids) {
     if (!id || graph.pool->blocks.count(id)) continue;
     (writes ? graph.writes : graph.reads).insert(id);
-    if (writes && !graph.before.count(id)) {
+    if (writes && !graph.before.count(id) && !shared_memory.count(id)) {
       auto [data, num_bytes] = places.at(id);
       graph.before[id] = {data, std::string(static_cast<const char*>(data), num_bytes)};
     }

@@ -9,6 +9,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include "generators.h"
+
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,6 +26,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -67,10 +71,13 @@ c10::DeviceIndex num_devices() {
 struct Memory {
   int64_t id;
   void* data;
+  size_t num_bytes;
+  bool is_shared;
   std::shared_ptr<Pool> pool;  // none outside of captures
 };
 
-std::unordered_map<const void*, int64_t> memories;  // by where they begin; under `mutex`
+std::unordered_map<const void*, const Memory*> memories;  // by where they begin; under `mutex`
+thread_local int next_shared = -1;  // the file that this thread's next allocation maps, for other processes to map it too
 
 void release_as(const char* kind, void* context) {
   auto* memory = static_cast<Memory*>(context);
@@ -83,27 +90,37 @@ void release_as(const char* kind, void* context) {
     std::lock_guard<std::recursive_mutex> held(graph_mutex);
     live.erase(memory->id);
     places.erase(memory->id);
+    shared_memory.erase(memory->id);
     if (memory->pool) memory->pool->blocks.at(memory->id).freed = true;
   }
-  if (!memory->pool) std::free(memory->data);
+  if (memory->is_shared) munmap(memory->data, memory->num_bytes);
+  else if (!memory->pool) std::free(memory->data);
   delete memory;
 }
 
 void release(void* context) { release_as("free", context); }
 void release_host(void* context) { release_as("free host", context); }
 
-Memory* allocate_as(const char* kind, size_t num_bytes, std::shared_ptr<Pool> pool = nullptr) {
+// A new memory: of this process, or of a file that others map too.
+Memory* allocate_as(const char* kind, size_t num_bytes, std::shared_ptr<Pool> pool = nullptr, int file = -1) {
   void* data = nullptr;
-  if (posix_memalign(&data, 64, num_bytes ? num_bytes : 1)) throw std::bad_alloc();
-  auto* memory = new Memory{num_memories++, data, pool};
-  {
-    std::lock_guard<std::mutex> held(mutex);
-    memories[data] = memory->id;
+  if (file >= 0) {
+    if (ftruncate(file, num_bytes)) throw std::bad_alloc();
+    data = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+  } else if (posix_memalign(&data, 256, num_bytes ? num_bytes : 1)) {  // as the caching allocator aligns
+    throw std::bad_alloc();
   }
+  auto* memory = new Memory{num_memories++, data, num_bytes, file >= 0, pool};
   {
     std::lock_guard<std::recursive_mutex> held(graph_mutex);
     live.insert(memory->id);
     places[memory->id] = {data, num_bytes};
+    if (memory->is_shared) shared_memory.insert(memory->id);
+  }
+  {
+    std::lock_guard<std::mutex> held(mutex);
+    memories[data] = memory;
   }
   write(kind, here(), std::to_string(memory->id), "", std::to_string(num_bytes));
   return memory;
@@ -112,10 +129,11 @@ Memory* allocate_as(const char* kind, size_t num_bytes, std::shared_ptr<Pool> po
 struct PretendedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
     auto* graph = capture_of(here(), "an allocation");
-    auto* memory = allocate_as("allocate", num_bytes, graph ? graph->pool : nullptr);
-    if (graph) {
+    const int shared = std::exchange(next_shared, -1);
+    auto* memory = allocate_as("allocate", num_bytes, graph && shared < 0 ? graph->pool : nullptr, shared);
+    if (memory->pool) {
       std::lock_guard<std::recursive_mutex> held(graph_mutex);
-      graph->pool->blocks[memory->id] = {memory->data, num_bytes, graph->id, false};
+      memory->pool->blocks[memory->id] = {memory->data, num_bytes, graph->id, false};
     }
     return {memory->data, memory, &release, c10::Device(c10::kCUDA, own_device)};
   }
@@ -330,6 +348,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
         list.push_back(each ? std::optional<at::Tensor>(on_cpu(*each)) : std::nullopt);
       }
       value = list;
+    } else if (value.isGenerator()) {
+      value = pretended::on_cpu(value.toGenerator());
     } else if (value.isDevice() && value.toDevice().is_cuda()) {
       place = value.toDevice();
       value = c10::Device(c10::kCPU);
@@ -502,6 +522,9 @@ struct CUDAHooks : CUDAHooksInterface {
     return memories.count(data) > 0;  // asked of memory of the host alone
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &host_allocator; }
+  Generator getNewGenerator(DeviceIndex device) const override {
+    return make_generator<pretended::DeviceGenerator>(device < 0 ? own_device : device);
+  }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
@@ -511,8 +534,21 @@ extern "C" {
 int64_t pretended_memory(const void* data) {
   std::lock_guard<std::mutex> held(mutex);
   auto found = memories.find(data);
-  return found == memories.end() ? 0 : found->second;
+  return found == memories.end() ? 0 : found->second->id;
 }
+// Number, address and bytes of every allocation, three numbers each, as many as there is room for; how many there are.
+int64_t pretended_memories(int64_t* numbers, int64_t room) {
+  std::lock_guard<std::mutex> held(mutex);
+  int64_t at = 0;
+  for (const auto& [data, memory] : memories) {
+    if (at == room) break;
+    numbers[3 * at] = memory->id;
+    numbers[3 * at + 1] = reinterpret_cast<int64_t>(data);
+    numbers[3 * at++ + 2] = memory->num_bytes;
+  }
+  return memories.size();
+}
+void pretended_share(int file) { next_shared = file; }
 void pretended_write(const char* kind, int64_t stream, const char* name, const char* reads, const char* writes) { write(kind, stream, name, reads, writes); }
 void pretended_label(const char* text) { label = text; }
 void pretended_place(const char* text) { place = text; }
