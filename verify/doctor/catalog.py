@@ -88,5 +88,6 @@ CHECKS = (
     Check(
         "gpu-all-reduce", "all-reduces: NCCL's, torch's, ours", "gpus:all_reduces", 120, meeting_gpus, (OVERLAP,), True
     ),
+    Check("gpu-graphs", "steps captured as a graph are those without", "gpu_graphs:graphs", 120, a_gpu, on_gpu=True),
     Check("gpu-step", "a tp2 step over NCCL is one device's", "training:step_on_gpus", 120, two_gpus, on_gpu=True),
 )

@@ -12,8 +12,25 @@ import torch.distributed as dist
 from ...backend.ranks.training_rank import TrainingRank
 from ...backend.transport.process_group import ProcessGroupTransport
 from ...core.plan.plan import Plan
+from .checks import Result
+from .machine import Machine
 
 STEPS = 4
+
+PLAN = """
+[model]
+preset = "tiny-gpt"
+[cluster]
+preset = "this-host"
+num_devices = 1
+[batch]
+global = 4
+sequence = 32
+[precision]
+dtype = "fp32"
+[numerics]
+mode = "exact"
+"""
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,16 @@ class _Steps:
     losses: list[float]
     weights: Mapping[str, torch.Tensor]
     captures: Mapping[str, int]
+
+
+def graphs(machine: Machine) -> Result:
+    """A rank alone with its steps as graphs and without: losses and weights to the bit."""
+    found = replayed(Plan.from_toml(PLAN), torch.device("cuda:0"))
+    if found.different:
+        few = ", ".join(found.different[:3])
+        return Result("failed", f"steps as a graph give other bits: {few}", len(found.different), "values")
+    captures = ", ".join(f"{name} captured {count} times" for name, count in found.captures.items())
+    return Result("ok", captures, 0, "values")
 
 
 def replayed(plan: Plan, device: torch.device, steps: int = STEPS) -> Replayed:

@@ -60,7 +60,11 @@ def test_kernels_give_their_values_alone_with_peers_and_replayed(tmp_path: Path)
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "check", ["gpu-products", "gpu-exact-products", "gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce"]
+    "check",
+    [
+        *("gpu-products", "gpu-exact-products", "gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce"),
+        "gpu-graphs",
+    ],
 )
 def test_a_check_of_gpus_holds(tmp_path: Path, check: str) -> None:
     done = run(tmp_path, "-m", "shardproof", "doctor", "--gpus", "--small", "--only", check, "--json")
