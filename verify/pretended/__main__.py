@@ -6,14 +6,14 @@ import argparse
 import sys
 
 from ...core.commands.cli import exit_code
-from ...core.commands.options import add_output, add_plan, check_output, emit, read_plan
+from ...core.commands.options import add_output, add_plan, check_output, emit, read_any_plan
 from .examine import examined
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 where a bit differs or streams race."""
     check_output(args.output)
-    found = examined(read_plan(args))
+    found = examined(read_any_plan(args))
     emit(args, found.text(), found.to_json())
     return 0 if found.ok else 1
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.base.errors import InternalError, PlanError, RankFailure
-from ...core.plan.plan import Plan
+from ...core.plan.plan import AnyPlan, Plan
 from .calls import RankCalls, calls_of
 from .circles import AtOnce, at_once, order_faults
 from .environment import MOST_DEVICES, environment
@@ -88,7 +88,7 @@ class Examined:
         }
 
 
-def examined(plan: Plan, *, steps: int = STEPS, change: str = "", patience_s: float = PATIENCE_S) -> Examined:
+def examined(plan: AnyPlan, *, steps: int = STEPS, change: str = "", patience_s: float = PATIENCE_S) -> Examined:
     """Runs a plan, or its twin, over NCCL in processes of their own: against one device, and then as training does, in
     fast numerics. `change` is made wrong in the ranks (`changes`, `order_changes`). A call whose peers do not come for
     `patience_s` is given up.
@@ -154,10 +154,9 @@ def run_here(steps: int) -> None:
     more, for the first makes what lasts."""
     from ...backend.launching.launch import run_ranks
     from ..dynamic.proof import prove
-    from ..dynamic.twin import twin
     from .labelled import labelled_steps, plain_steps
 
-    plan = Plan.from_toml(sys.stdin.read())
+    plan: AnyPlan = Plan.from_toml(sys.stdin.read())
     try:
         proof = prove(plan, transport="nccl", steps=steps, scenario=labelled_steps)
     except PlanError as error:
@@ -166,10 +165,25 @@ def run_here(steps: int) -> None:
     except RankFailure as failure:  # its log says what came before
         _say(None, [str(failure)])
         return
-    small, _ = twin(plan)
-    fast = replace(small, numerics=replace(small.numerics, mode="fast"))
-    run_ranks(plain_steps, (fast, steps + 1), world_size=fast.world_size, transport="nccl")
+    if (fast := _fast(plan)) is not None:
+        run_ranks(plain_steps, (fast, steps + 1), world_size=fast.world_size, transport="nccl")
     _say(proof.report.get("bits_different"), proof.findings)
+
+
+def _fast(plan: AnyPlan) -> AnyPlan | None:
+    """What is proved of a plan, in fast numerics; None where these do not run its layout."""
+    from ...backend.unsupported import unsupported
+    from ..dynamic.twin import provable, twin
+
+    small: AnyPlan
+    if isinstance(plan, Plan):
+        small, _ = twin(plan, captures=True)
+    else:
+        small, _ = provable(plan, unsupported(plan))
+    try:
+        return replace(small, numerics=replace(small.numerics, mode="fast"))
+    except PlanError:
+        return None
 
 
 def ranks_here(steps: int) -> None:
