@@ -112,7 +112,7 @@ def test_an_update_with_moments_in_host_memory_has_the_bits_of_any_other(shapes,
             tensors = [each.clone() for each in weights]
             optimizer = adamw(tensors, [decay for _, decay in shapes], offloaded)
             for gradients in given_gradients:
-                optimizer.step([each.clone() for each in gradients], 0.5)
+                optimizer.step([each.clone() for each in gradients], torch.tensor(0.5, dtype=torch.float64))
             states = [optimizer.saved_state(one) for one in optimizer.held]
             ended.append([*tensors, *(state[name] for state in states for name in sorted(state))])
     finally:

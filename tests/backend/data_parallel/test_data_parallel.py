@@ -138,7 +138,7 @@ def test_parameters_that_are_shared_or_unused_train_to_the_bits_of_one_device(pl
 def finished_gradients(transport, plan):
     rank = TrainingRank(transport, plan, model=SharedAndUnused)
     seen, update = {}, rank.optimizer.step
-    rank.optimizer.step = lambda gradients, coefficient: (
+    rank.optimizer.step = lambda gradients, coefficient, skip: (
         seen.update({one.name: each.clone() for one, each in zip(rank.optimizer.held, gradients, strict=True)}),
         update(gradients, coefficient),
     )

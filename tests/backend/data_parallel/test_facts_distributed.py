@@ -99,7 +99,7 @@ def gradients_of(transport, plan):
     """The finished gradients of a step, before they are divided and clipped, by name."""
     rank, seen = TrainingRank(transport, plan), {}
     update = rank.optimizer.step
-    rank.optimizer.step = lambda gradients, coefficient: (
+    rank.optimizer.step = lambda gradients, coefficient, skip: (
         seen.update(zip((one.name for one in rank.optimizer.held), [each.clone() for each in gradients], strict=True)),
         update(gradients, coefficient),
     )

@@ -24,7 +24,7 @@ from shardproof.verify.matrix.portions import Part, smallest_cover
 from shardproof.verify.run.proof_run import ProofJob
 from shardproof.verify.run.references import Checked, References
 
-NUM_SAMPLES = 13
+NUM_SAMPLES = 16
 
 KNOWN = {axis: {value for values in kinds.values() for value in values} for axis, kinds in KINDS.items()}
 
