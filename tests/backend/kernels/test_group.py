@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.gates import sampled
 from shardproof.backend.kernels.group import KernelGroup
 from shardproof.backend.kernels.kernel import Kernel
 from shardproof.backend.transport.process_group import ProcessGroupTransport
@@ -101,7 +102,7 @@ def test_a_group_by_kernels_has_the_bits_of_any_other(peers, tmp_path, world_siz
     assert all(names == used or (names < used and room == ROOM) for names, _ in found), found
 
 
-@pytest.mark.parametrize("room", [1 << 16, ROOM])
+@sampled("room", [ROOM, 1 << 16], on_push=1)
 def test_a_group_with_multicast_sends_large_sums_by_it(tmp_path, room):
     with Peers(3, floor=PTX_EXECUTED, environment={}) as peers:
         found = peers.run(run_group, str(tmp_path), room, LEAVES, TwoShots, True)

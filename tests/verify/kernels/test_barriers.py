@@ -98,8 +98,10 @@ def test_a_bell_that_comes_round_needs_as_many_rings_as_it_has_values() -> None:
     assert [check_doorbell(num_values=values).kind for values in (2, 4, 5)] == ["deadlock", "deadlock", "ok"]
 
 
-def test_every_compiled_kernel_takes_the_steps_of_the_table_and_is_right() -> None:
-    assert check_kernels() == dict.fromkeys(COLLECTIVES, "")
+def test_compiled_kernels_take_the_steps_of_the_table_and_are_right() -> None:
+    """One of each kind: those that bring, add up in one and in two phases, and by multicast."""
+    few = ("all_gather", "all_reduce_one_shot", "all_reduce_two_shot", "all_gather_multicast")
+    assert set(few) < set(COLLECTIVES) and check_kernels(few) == dict.fromkeys(few, "")
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers import kernel_jobs as jobs
+from helpers.gates import sampled
 from shardproof.backend.kernels import catalog
 from shardproof.backend.kernels.catalog import KERNELS
 from shardproof.verify.kernels.case import Case
@@ -50,7 +51,9 @@ def test_kernel(peers: Peers, kernel: str, world_size: int) -> None:
     assert wrong(peers, few_cases(kernel, world_size)) == {}
 
 
-@pytest.mark.parametrize("case", few_cases("exact_product", 1, compiled=True), ids=str)
+@sampled(
+    "case", sorted(few_cases("exact_product", 1, compiled=True), key=lambda case: case.k % 16 == 0), on_push=3, ids=str
+)
 def test_products(peers: Peers, case: Case) -> None:
     assert wrong(peers, [case]) == {}
 
@@ -70,6 +73,7 @@ def test_products_of_multiples_of_16_are_copied_16_bytes_at_a_time(peers: Peers)
         assert all("mma.sync" in text for text in texts)
 
 
+@pytest.mark.full
 def test_the_barriers_of_a_product_have_others_next_to_them(peers: Peers) -> None:
     """So no floor can find that they are missing: they are for compilers that put their own elsewhere."""
     (case,) = (each for each in few_cases("exact_product", 1) if each.dtype == "bf16" and each.k % 16 == 0)
