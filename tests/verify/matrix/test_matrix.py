@@ -21,6 +21,8 @@ from shardproof.verify.matrix.kinds import sample as kinds
 from shardproof.verify.matrix.layouts import FACTORS, expected_cost, features, matrix, num_ranks, plan_of, refusals
 from shardproof.verify.matrix.matrix import chosen_rows, main, run_row
 from shardproof.verify.matrix.portions import Part, smallest_cover
+from shardproof.verify.pretended.layouts import NUM_LAYOUTS, layouts
+from shardproof.verify.pretended.layouts import main as pretended_layouts
 from shardproof.verify.run.proof_run import ProofJob
 from shardproof.verify.run.references import Checked, References
 
@@ -100,6 +102,13 @@ def test_parts_are_disjoint_together_whole_and_cost_the_same(number: int) -> Non
     assert sorted(rows.index(row) for part in parts for row in part) == list(range(len(rows)))
     costs = [sum(map(expected_cost, part)) for part in parts]
     assert max(costs) < 1.1 * min(costs)
+
+
+def test_twenty_layouts_on_pretended_cuda_show_all_that_eight_ranks_can(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = layouts()
+    assert len(chosen) == NUM_LAYOUTS and len({str(row) for row in chosen}) == NUM_LAYOUTS
+    assert {each for row in chosen for each in features(row)} == {each for row in small() for each in features(row)}
+    assert pretended_layouts(["no-such-plan.toml"]) == 2 and "no-such-plan.toml" in capsys.readouterr().err
 
 
 def test_every_refusal_says_what_would_be_admitted() -> None:
