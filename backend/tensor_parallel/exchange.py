@@ -187,7 +187,7 @@ class Outgoing:
         flat, per_token = experts_TK.flatten(), experts_TK.shape[1]
         self._experts = torch.where(flat >= 0, flat, num_experts)  # what is dropped comes last
         sorted_places = self._experts.argsort(stable=True)
-        self.tokens = sorted_places // per_token
+        self.tokens, self.experts = sorted_places // per_token, self._experts[sorted_places]
         places = torch.empty_like(flat)
         places[sorted_places] = torch.arange(len(flat), device=flat.device)
         self.places_TK = places.view_as(experts_TK)
@@ -199,9 +199,9 @@ class Outgoing:
         return counts.index_add_(0, copies.flatten(), torch.ones_like(self._experts))[: self.num_experts * num_pieces]
 
     def keep(self, num_copies: int) -> None:
-        """The host knows how many copies there are: `tokens` are theirs, and a choice that was dropped has the place
-        behind them."""
-        self.tokens = self.tokens[:num_copies]
+        """The host knows how many copies there are: `tokens` and `experts` are theirs, and a choice that was dropped
+        has the place behind them."""
+        self.tokens, self.experts = self.tokens[:num_copies], self.experts[:num_copies]
         self.places_TK = self.places_TK.clamp(max=num_copies)
 
     def pick(self, copies: Tensor, choice: int) -> Tensor:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ...backend.numerics.base import Numerics
     from ...backend.ranks.training_rank import TrainingRank
+    from ...backend.tensor_parallel.exchange import Outgoing
     from ...backend.tensor_parallel.norm import Norm
     from ...core.layout.leaves import Leaves
     from ...core.layout.stage_parameters import Usage
@@ -270,13 +271,13 @@ _BLOCKS: dict[str, Callable[..., Blocks]] = {
 """A sum over tokens -> its parts."""
 
 
-def _by_expert(label: Part, rows: np.ndarray, outgoing: Any, weights_TK: Any) -> Iterator[tuple[Part, np.ndarray]]:
+def _by_expert(label: Part, rows: np.ndarray, outgoing: Outgoing, weights_TK: Any) -> Iterator[tuple[Part, np.ndarray]]:
     """What each expert brings to every token, [tokens, h], of the rows of the copies; times their
     weights, where there are any."""
     tokens, experts = outgoing.tokens.cpu().numpy(), outgoing.experts.cpu().numpy()
     places = outgoing.places_TK.cpu().numpy()
     if weights_TK is not None:
-        is_sent, weights = places < outgoing.num_copies, np.zeros(outgoing.num_copies)
+        is_sent, weights = places < len(tokens), np.zeros(len(tokens))
         weights[places[is_sent]] = _wide(weights_TK)[is_sent]
         rows = rows * weights[:, None]
     for expert in range(outgoing.num_experts):
