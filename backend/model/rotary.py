@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core.model.rotary import rotary_frequencies, rotary_growth
+from ..base.streams import to_device
 from ..tensor_parallel import LayerContext
 
 
@@ -50,7 +51,7 @@ def rope_table(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [s, d] of position times frequency, times `growth`, rounded from fp64 to fp32; both halves of d
     hold the same angles."""
-    turns = torch.tensor(frequencies, dtype=torch.float64, device=device)
+    turns = to_device(torch.tensor(frequencies, dtype=torch.float64), device)
     angles = torch.outer(torch.arange(sequence, dtype=torch.float64, device=device), turns)
     angles = torch.cat([angles, angles], -1)
     return (angles.cos() * growth).float(), (angles.sin() * growth).float()
