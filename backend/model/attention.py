@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ...core.model.blocks import layer_prefix
 from ..base.autograd import Function
-from ..numerics import FastNumerics
 from ..tensor_parallel import ColumnParallelLinear, HeadNorm, LayerContext, RowParallelLinear, recomputed
 from .attention_core import AttentionCore
 from .compiled_rotary import joined_turned_back, turned_parts
@@ -32,9 +31,7 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         model, qkv = self.context.model, self.qkv(x_BSH)
         if model.position == "rope" and not self.norms and self.core.takes_strides:
-            numerics = self.context.numerics
-            compiles = isinstance(numerics, FastNumerics) and numerics.compiles
-            apart = _CompiledTurnedApart if compiles else _TurnedApart
+            apart = _CompiledTurnedApart if self.context.numerics.compiles else _TurnedApart
             q, k, v = apart.apply(qkv, *rotary_by_token(self.context), model.query_heads_per_group, model.head_dim)
         else:
             q, k, v = self._apart(qkv)

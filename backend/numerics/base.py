@@ -55,6 +55,8 @@ class Numerics(ExpertNumerics):
     """
 
     mode: Literal["exact", "fast"]
+    compiles = False
+    """Whether layers compute what lies between products in compiled kernels (`runtime.compile`)."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -48,7 +48,7 @@ def gated(layer: ColumnParallelLinear, x_BSF: Tensor) -> Tensor:
         return y_BSC
     (gate, up), activation = map(context.keep, for_backward), context.model.activation
     activate, _ = ACTIVATIONS[activation]
-    is_compiled = _is_compiled(layer)
+    is_compiled = layer.context.numerics.compiles
     return context.can_repeat(
         y_BSC,
         lambda: gated_forward(gate(), up(), activation) if is_compiled else activate(gate()) * up(),
@@ -58,11 +58,6 @@ def gated(layer: ColumnParallelLinear, x_BSF: Tensor) -> Tensor:
 
 def _is_repeated(layer: ColumnParallelLinear) -> bool:
     return "mlp_act" in layer.context.recomputed_modules
-
-
-def _is_compiled(layer: ColumnParallelLinear) -> bool:
-    numerics = layer.context.numerics
-    return isinstance(numerics, FastNumerics) and numerics.compiles
 
 
 class _Gated(Function):
@@ -75,7 +70,7 @@ class _Gated(Function):
         activate, _ = ACTIVATIONS[layer.context.model.activation]
         gate, up = _project(layer, layer.gather(x_BSF))
         inputs = [] if source is not None else [x_BSF]
-        if _is_compiled(layer):
+        if layer.context.numerics.compiles:
             for_backward += gate, up
             ctx.save_for_backward(*inputs, gate, up)
             return gated_forward(gate, up, layer.context.model.activation)
@@ -89,7 +84,7 @@ class _Gated(Function):
     def backward(ctx: Any, dy_BSC: Tensor) -> tuple[Tensor, None, None, None]:
         layer, (gate, up, *activated) = ctx.layer, ctx.saved_tensors[ctx.source is None :]
         activate, gradient = ACTIVATIONS[layer.context.model.activation]
-        if _is_compiled(layer):
+        if layer.context.numerics.compiles:
             d_NBSC = gated_backward(dy_BSC, gate, up, layer.context.model.activation)
         else:
             d_NBSC = gate.new_empty(NUM_PARTS, *gate.shape)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...core.layout.stage_parameters import Usage
 from ..base.autograd import Function
 from ..gradients.parameter import Shard
-from ..numerics import Contribution, FastNumerics, Numerics
+from ..numerics import Contribution, Numerics
 from .compiled_norm import layer_backward, layer_forward, rms_backward, rms_forward
 from .context import LayerContext
 
@@ -40,7 +40,7 @@ class Norm(nn.Module):
 
     def _chosen(self, numerics: Numerics) -> type[Function]:
         """What computes the norm."""
-        if isinstance(numerics, FastNumerics) and numerics.compiles:
+        if numerics.compiles:
             return _CompiledRmsNorm if self.bias is None else _CompiledLayerNorm
         of_squares = _RmsNorm if numerics.mode == "exact" else _FastRmsNorm
         return of_squares if self.bias is None else _LayerNorm
