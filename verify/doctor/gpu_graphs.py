@@ -12,25 +12,12 @@ import torch.distributed as dist
 from ...backend.ranks.training_rank import TrainingRank
 from ...backend.transport.process_group import ProcessGroupTransport
 from ...core.plan.plan import Plan
+from ..run.proof_run import one_device
 from .checks import Result
 from .machine import Machine
+from .training import PLAN
 
 STEPS = 4
-
-PLAN = """
-[model]
-preset = "tiny-gpt"
-[cluster]
-preset = "this-host"
-num_devices = 1
-[batch]
-global = 4
-sequence = 32
-[precision]
-dtype = "fp32"
-[numerics]
-mode = "exact"
-"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,7 @@ class _Steps:
 
 def graphs(machine: Machine) -> Result:
     """A rank alone with its steps as graphs and without: losses and weights to the bit."""
-    found = replayed(Plan.from_toml(PLAN), torch.device("cuda:0"))
+    found = replayed(one_device(Plan.from_toml(PLAN)), torch.device("cuda:0"))
     if found.different:
         few = ", ".join(found.different[:3])
         return Result("failed", f"steps as a graph give other bits: {few}", len(found.different), "values")
