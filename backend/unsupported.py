@@ -104,7 +104,7 @@ def _unsupported_torch(plan: Plan) -> Iterator[tuple[bool, str, str]]:
 def _unsupported_overlap(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     """`(wrong, what, instead)` of what overlaps with products, messages between stages alone, and of fused launches."""
     exact = bool(plan.runtime.compile) and plan.numerics.mode == "exact"
-    yield exact, 'runtime.compile=true with numerics.mode="exact", whose bits are no compiler\'s', "compile=false"
+    yield exact, 'runtime.compile=true with numerics.mode="exact"', 'runtime.compile=false or numerics.mode="fast"'
     for name in ("launch_blocking", "fused_loss", "dropout"):
         value = getattr(plan.runtime, name)
         written = "true" if value is True else value
