@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from prefixed import Prefixed  # next to this file
+
 from shardproof.backend.launching.launch import run_ranks
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
@@ -64,26 +66,13 @@ def sums_of(in_place: bool) -> Iterator[None]:
         fast.FastAccumulator.add = original  # type: ignore[method-assign]
 
 
-class Named:
-    """A transport whose groups have names of their own, so that two ranks can be made of it."""
-
-    def __init__(self, transport: Any, prefix: str):
-        self._transport, self._prefix = transport, prefix
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def group(self, name: str, axis: str, ranks: Any) -> Any:
-        return self._transport.group(f"{self._prefix} {name}", axis, ranks)
-
-
 def measure_rank(transport: Any, job: tuple[Plan, int]) -> dict[bool, Way]:
     """Both ways by whether sums are made in place."""
     from shardproof.backend.ranks.live_memory import LiveMeter
     from shardproof.backend.ranks.training_rank import TrainingRank
 
     plan, rounds = job
-    ranks = {in_place: TrainingRank(Named(transport, f"in place {in_place}"), plan) for in_place in (True, False)}
+    ranks = {in_place: TrainingRank(Prefixed(transport, f"in place {in_place}"), plan) for in_place in (True, False)}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     meters = {in_place: LiveMeter(0) for in_place in ranks}
     for step in range(rounds + 2):

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from prefixed import Prefixed  # next to this file
+
 from shardproof.backend.launching.launch import run_ranks
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
@@ -53,7 +55,7 @@ def measure_rank(transport: Any, job: Job) -> dict[bool, list[float]]:
 
     world = transport.group("world", "world", range(transport.world_size))
     ranks = {
-        compiles: TrainingRank(_Named(transport, str(compiles)), _with(job.plan, compiles=compiles))
+        compiles: TrainingRank(Prefixed(transport, str(compiles)), _with(job.plan, compiles=compiles))
         for compiles in (False, True)
     }
     found: dict[bool, list[float]] = {False: [], True: []}
@@ -73,22 +75,6 @@ def measure_rank(transport: Any, job: Job) -> dict[bool, list[float]]:
 
 def _with(plan: Plan, *, compiles: bool) -> Plan:
     return replace(plan, runtime=Runtime(compile=compiles))
-
-
-class _Named:
-    """A transport whose groups and channels have names of their own."""
-
-    def __init__(self, transport: Any, prefix: str):
-        self._transport, self._prefix = transport, prefix
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def channel(self, name: str, source: int, destination: int) -> Any:
-        return self._transport.channel(f"{self._prefix} {name}", source, destination)
-
-    def group(self, name: str, axis: str, ranks: Any) -> Any:
-        return self._transport.group(f"{self._prefix} {name}", axis, ranks)
 
 
 def measure(job: Job) -> dict[str, float]:

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
+from prefixed import Prefixed  # next to this file
+
 from shardproof.backend.launching.launch import run_ranks
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
@@ -95,25 +97,20 @@ def measure_rank(transport: Any, job: Job) -> dict[bool, list[tuple[float, float
     return found
 
 
-class Metered:
-    """A transport whose groups have names of their own, are timed inside pairs, and send tokens over the wire."""
+class Metered(Prefixed):
+    """Groups are timed inside pairs, and send tokens over the wire."""
 
     def __init__(self, transport: Any, prefix: str, meter: Meter, job: Job):
-        self._transport, self._prefix, self._meter, self._wire = transport, prefix, meter, job.wire_bytes_per_s
+        super().__init__(transport, prefix)
+        self._meter, self._wire = meter, job.wire_bytes_per_s
         self._lock = threading.Lock()
         num_microbatches = job.plan.num_microbatches
         self._paired = {(Kind.F, m) for m in range(1, num_microbatches)} | {
             (Kind.B, m) for m in range(num_microbatches - 1)
         }
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def channel(self, name: str, source: int, destination: int) -> Any:
-        return self._transport.channel(f"{self._prefix} {name}", source, destination)
-
-    def group(self, name: str, axis: str, ranks: Any) -> Any:
-        group = self._transport.group(f"{self._prefix} {name}", axis, ranks)
+    def group(self, name: str, axis: str, ranks: Any, **how: Any) -> Any:
+        group = super().group(name, axis, ranks, **how)
         if axis == "ep":
             group.all_to_all = self._timed(group, group.all_to_all)
         return group

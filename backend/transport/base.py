@@ -371,10 +371,14 @@ class Transport(ABC):
         self.communicators = Communicators()
         """How NCCL opens what is opened from now on."""
         self._opened: dict[str, Group | Channel] = {}
+        self._by_all: set[str] = set()
 
-    def group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
-        """A new communicator over `ranks`, in that order. `axis` is what the recorder calls it."""
+    def group(self, name: str, axis: str, ranks: Sequence[int], *, by_all: bool = False) -> Group:
+        """A new communicator over `ranks`, in that order. `axis` is what the recorder calls it. `by_all` says that all
+        ranks make this call together, each for a group of as many ranks: one split of all makes all of them."""
         self._check_name(name, ranks)
+        if by_all:
+            self._by_all.add(name)
         opened = self._opened[name] = self._brought(name, axis, ranks) or self._group(name, axis, ranks)
         return opened
 

@@ -90,10 +90,12 @@ class Mesh:
         self.tp_gradients = self.tp_cp_gradients = None
         if layout.tp > 1:
             members = layout.group_of(here, "tp")
-            self.tp_gradients = self.tp_cp_gradients = transport.group(f"tp-gradients/{members[0]}", "tp", members)
+            self.tp_gradients = self.tp_cp_gradients = transport.group(
+                f"tp-gradients/{members[0]}", "tp", members, by_all=True
+            )
         if layout.tp > 1 and layout.cp > 1:
             members = _ranks(layout, self.coordinates, cp=range(layout.cp), tp=range(layout.tp))
-            self.tp_cp_gradients = transport.group(f"tp_cp-gradients/{members[0]}", "tp_cp", members)
+            self.tp_cp_gradients = transport.group(f"tp_cp-gradients/{members[0]}", "tp_cp", members, by_all=True)
         self.dp = _open(transport, "dp", _ranks(layout, self.coordinates, dp=range(layout.dp), cp=range(layout.cp)))
         # By stage the copies of one with replicas on two pipeline ranks; those of other stages are `dp`.
         self._replicas = {
@@ -104,7 +106,7 @@ class Mesh:
         placement, here_pp = schedule.placement, self.coordinates["pp"]
         pair = placement.ends_of(here_pp) or (placement.crossed_ends_of(here_pp) if layout.zero else ())
         ends = [layout.global_rank(**{**self.coordinates, "pp": end}) for end in pair]
-        self.embedding = _open(transport, "embedding", ends) if ends else None
+        self.embedding = _open(transport, "embedding", ends, by_all=False) if ends else None
         # The same for experts, of which the copies elsewhere are `_edp`.
         self._expert_replicas: dict[int, Group] = {}
         self._edp: Group | None = None
@@ -210,16 +212,16 @@ def _ranks(layout: Layout, coordinates: dict[str, int], **axes: Sequence[int]) -
     return [layout.global_rank(**{**coordinates, **dict(zip(axes, each, strict=True))}) for each in combinations]
 
 
-def _open(transport: Transport, axis: str, ranks: Sequence[int]) -> Group:
+def _open(transport: Transport, axis: str, ranks: Sequence[int], *, by_all: bool = True) -> Group:
     # the groups of an axis share no rank, so the first member distinguishes them
-    return transport.group(f"{axis}/{ranks[0]}", axis, ranks)
+    return transport.group(f"{axis}/{ranks[0]}", axis, ranks, by_all=by_all)
 
 
 def _paired(transport: Transport, axis: str, ranks: Sequence[int], baton: Baton | None) -> Group:
     group = _open(transport, axis, ranks)
     if baton is None or group.size == 1:
         return group
-    return PairedGroup(group, transport.group(f"{axis}-backward/{ranks[0]}", axis, ranks), baton)
+    return PairedGroup(group, transport.group(f"{axis}-backward/{ranks[0]}", axis, ranks, by_all=True), baton)
 
 
 def _open_channel(transport: Transport, layout: Layout, coordinates: dict[str, int], link: Link) -> Channel:

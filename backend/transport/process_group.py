@@ -9,7 +9,6 @@ gloo or NCCL object with anybody. Only methods of the process-group objects are 
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -39,9 +38,6 @@ from .interfaces import gloo_interfaces
 from .nccl_options import set_options
 
 Backend = Literal["gloo", "nccl"]
-
-SPLIT = re.compile(r"(tp|cp|etp|ep)(-backward)?/\d+|(tp-gradients|tp_cp-gradients|dp|model|edp)/\d+")
-"""Names of those groups that every rank of a world opens, in one order and of one size (`Mesh`)."""
 
 MESSAGES = "pp"
 """What the axis of channels is called among those of groups."""
@@ -165,8 +161,8 @@ class ProcessGroupTransport(Transport):
         options.global_ranks_in_group = list(ranks)
         set_options(options, self.communicators, axis)
         torch.cuda.set_device(self.device)
-        if self.communicators.split and SPLIT.fullmatch(name):
-            # groups of an axis share no rank: one split of all ranks makes all of them
+        if self.communicators.split and name in self._by_all:
+            # groups of an axis share no rank, so the first member distinguishes them
             options.split_from, options.split_color = self._whole(), ranks[0]
         process_group = dist.ProcessGroupNCCL(store, ranks.index(self.global_rank), len(ranks), options)
         process_group.eager_connect_single_device(self.device)

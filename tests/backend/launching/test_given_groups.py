@@ -51,8 +51,8 @@ opened = []
 group = Transport.group
 
 
-def noted(self, name, axis, ranks):
-    made = group(self, name, axis, ranks)
+def noted(self, name, axis, ranks, **how):
+    made = group(self, name, axis, ranks, **how)
     opened.append((name, getattr(made, "_process_group", None) is own._get_backend(torch.device("cpu"))))
     return made
 
