@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core.base.files import read_text
 from ..core.base.findings import Finding, Location, ProofFailed
 from ..core.base.units import format_bytes
 from ..core.commands.commands import service
+from ..core.imports.given import values_of
 from ..core.plan.plan import AnyPlan, any_plan
 from ..core.plan.toml import read_values
 from ..core.schedule.schedule import Schedule, read_csv
@@ -96,7 +96,7 @@ def _read(given: Schedule | AnyPlan | Path | str) -> tuple[Schedule | AnyPlan, s
         return (any_plan(read_values(text, "plan"), "plan") if "[" in text else Schedule.from_csv(text)), None
     if text.lower().endswith(".csv"):
         return read_csv(text), text
-    return any_plan(read_values(read_text(text), text), text), text
+    return any_plan(values_of(text)[0], text), text
 
 
 def _failed(title: str, findings: Sequence[Finding], source: str | None) -> ProofFailed:

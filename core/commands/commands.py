@@ -17,6 +17,7 @@ QUESTIONS = {
     "plan": "which layout should I use? ranked, with why the others lost",
     "fit": "does it fit? worst rank named, memory by component",
     "simulate": "how long is a step, and where does it go?",
+    "import": "what is this Megatron-LM script, torchtitan file, ... as a plan? --explain accounts for every setting",
     "verify": "is it right? static rules; --dynamic proves bits against one device",
     "draw": "show me: a Gantt chart in the terminal, as SVG or PNG",
     "train": "run it: real processes, here or under torchrun",

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..base.errors import ShardproofError
-from ..base.files import read_text
 from ..base.findings import DEGREES, NOWHERE, Finding, Location
 from ..base.names import shortened
-from ..plan.toml import Given, Values, read_values
+from ..imports.given import values_of
+from ..plan.toml import Given, Values
 
 LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 """Severity of a finding -> the command that shows it."""
@@ -52,7 +52,7 @@ _SAID_BY = {
 
 def location_of_key(source: str | None, key: str | None) -> Location:
     """The place of a dotted key in a plan file, which has been read before; without a file, none."""
-    return NOWHERE if source is None else Location(source, line_about(read_values(read_text(source), source), key))
+    return NOWHERE if source is None else Location(source, line_about(values_of(source)[0], key))
 
 
 def line_about(values: Values, key: str | None) -> int | None:

@@ -15,8 +15,10 @@ from typing import Any
 from ...core.plan.plan import AnyPlan
 from ..base.bounds import shown
 from ..base.errors import PlanError
-from ..base.files import read_text, write_text
+from ..base.files import write_text
 from ..base.terminal import Text, fitted, say
+from ..imports.account import Imported
+from ..imports.given import known_formats, values_of
 from ..layout.layout import Layout
 from ..machine.cluster import ClusterSpec
 from ..model.model import ModelSpec
@@ -24,7 +26,7 @@ from ..plan.build import Draft, refuse_modules
 from ..plan.keys import key_named
 from ..plan.plan import Plan, any_plan, build_plan
 from ..plan.sections import Batch, DataParallel, Numerics, Offload, Optimizer, Precision, Runtime
-from ..plan.toml import Given, Values, num_modules, read_values
+from ..plan.toml import Given, Values, num_modules
 from ..schedule import default_name
 from ..schedule.timeline import Timeline
 
@@ -98,7 +100,9 @@ def whole_number(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number of some digits") from error
 
 
-def add_plan(parser: argparse.ArgumentParser, plan_help: str = "a plan.toml") -> None:
+def add_plan(
+    parser: argparse.ArgumentParser, plan_help: str = "a plan.toml, or a file that `shardproof import` reads"
+) -> None:
     """Adds PLAN, described by `plan_help`, and the options that complete, override or replace it."""
     parser.add_argument(
         "plan", nargs="?", metavar="PLAN", help=(f"{plan_help}; may be left out where options say enough")
@@ -134,6 +138,25 @@ def add_plan(parser: argparse.ArgumentParser, plan_help: str = "a plan.toml") ->
         default=[],
         metavar="SECTION.KEY=VALUE",
         help=("any key of the plan file (repeatable)"),
+    )
+    add_import(parser)
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for a PLAN in somebody else's format."""
+    group = parser.add_argument_group("somebody else's file", "where PLAN is no plan.toml")
+    group.add_argument(
+        "--from",
+        dest="import_from",
+        metavar="NAME[:VERSION]",
+        help=f"its format, where the file does not tell: {known_formats()}",
+    )
+    group.add_argument(
+        "--variable",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what a variable holds that its script does not set (repeatable)",
     )
 
 
@@ -241,19 +264,57 @@ def _values(args: argparse.Namespace) -> tuple[Values, str]:
     source = "options"
     if args.plan is not None:
         source = args.plan
-        values = read_values(read_text(args.plan), source)
-    if "model" in options and args.model is not None:
-        values["model"] = {}
-    _replace_alternatives(values, options)
-    if any(name in options.get(section, {}) for section, name in _RESIZING) and "dp" not in options.get("layout", {}):
-        values.get("layout", {}).pop("dp", None)
-    for section, table in options.items():
-        values.setdefault(section, {}).update(table)
+        values, imported = given_values(args, options)
+        if imported is not None:
+            say_open(imported)
+    values = with_options(values, options)
     if args.plan is None and not values.get("model"):
         raise PlanError(
             "which model? Give PLAN, or --model with a preset (see `shardproof presets`) or the path of a config.json."
         )
     return values, source
+
+
+def with_options(values: Values, options: Values) -> Values:
+    """The values of a plan with those that options give (`option_values`) in their place."""
+    merged = {section: dict(table) for section, table in values.items()}
+    if {"preset", "config"} & options.get("model", {}).keys():
+        merged["model"] = {}
+    _replace_alternatives(merged, options)
+    if any(name in options.get(section, {}) for section, name in _RESIZING) and "dp" not in options.get("layout", {}):
+        merged.get("layout", {}).pop("dp", None)
+    for section, table in options.items():
+        merged.setdefault(section, {}).update(table)
+    return merged
+
+
+def given_values(args: argparse.Namespace, options: Values) -> tuple[Values, Imported | None]:
+    """The values of PLAN, and its account where it is somebody else's file. `options` tell how many devices there are.
+    Raises `PlanError` as `values_of` does."""
+    devices = options.get("cluster", {}).get("num_devices")
+    return values_of(
+        args.plan,
+        named=args.import_from,
+        num_devices=None if devices is None else devices.value,
+        variables=import_variables(args),
+    )
+
+
+def import_variables(args: argparse.Namespace) -> dict[str, str]:
+    """Name -> value of every --variable. Raises `PlanError` for one without a name or a value."""
+    pairs = [text.partition("=") for text in args.variable]
+    for name, equals, value in pairs:
+        if not equals or not name.isidentifier():
+            raise PlanError(f"--variable {shown(name + equals + value)}: write NAME=VALUE, such as --variable TP=8.")
+    return {name: value for name, _, value in pairs}
+
+
+def say_open(imported: Imported) -> None:
+    """Says on standard error what a plan from this file assumes, and what of the file it does not model."""
+    for sentence in imported.assumed:
+        say(f"{imported.source}: {sentence}", sys.stderr)
+    for each in imported.of_status("not-modelled"):
+        say(f"{imported.source}:{each.line}: {each.flag} is not modelled: {each.why}", sys.stderr)
 
 
 _RESIZING = (("cluster", "num_devices"), ("layout", "tp"), ("layout", "pp"), ("layout", "cp"))

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...core.base.files import read_text
 from ...core.base.findings import NOWHERE, Finding, Location
 from ...core.commands.github import line_about
-from ...core.plan.toml import read_values
+from ...core.imports.given import values_of
 from .rules.rule import SCHEDULE_KEY
 
 
@@ -21,7 +20,7 @@ def location_of(finding: Finding, source: str | None) -> Location:
         return NOWHERE
     if source.lower().endswith(".csv"):
         return _row_of(finding, source)
-    values = read_values(read_text(source), source)
+    values, _ = values_of(source)
     written = values.get("schedule", {}).get("file")
     is_about_a_row = finding.key == SCHEDULE_KEY and finding.axis is None  # else about copies of a stage
     if is_about_a_row and written is not None:
