@@ -35,6 +35,7 @@ from .search.sensitivity import sensitivity
 from .simulation.explain import explanation, idle_rows, path_rows, sensitivity_rows, variation_rows
 from .simulation.simulate import simulate
 from .step.step import Simulation
+from .titles import title_of
 
 _TIME_NAMES = {
     "compute": "computing",
@@ -200,7 +201,7 @@ def simulate_text(plan: AnyPlan, report: Mapping[str, Any], width: int | None = 
     ]
     return "\n".join(
         [
-            _title(plan, report["num_parameters"]),
+            title_of(plan, report["num_parameters"]),
             "",
             *table(head, width),
             "",
@@ -252,7 +253,7 @@ def fit_text(plan: AnyPlan, report: Mapping[str, Any], why_none: str = "", width
     )
     return "\n".join(
         [
-            _title(plan, plan.num_parameters),
+            title_of(plan, plan.num_parameters),
             "",
             worst,
             verdict,
@@ -374,31 +375,6 @@ def _uneven(layouts: Sequence[Mapping[str, Any]]) -> list[str]:
     if not layouts or layouts[0]["stages"] is None:
         return []
     return ["", f"stages of the first: {layouts[0]['stages']} (E embedding, t layer, L head)"]
-
-
-def _title(plan: AnyPlan, num_parameters: int) -> str:
-    if isinstance(plan, ModularPlan):
-        tokens = f"{plan.batch.global_size} x {plan.batch.sequence} tokens"
-        return (
-            f"{plan.title} ({format_count(num_parameters)} parameters) on {plan.world_size} devices of "
-            f"{plan.cluster.name}\n"
-            f"{plan.degrees}; {plan.schedule.name}, {tokens} in microbatches of {plan.batch.micro_size}, "
-            f"{plan.precision.dtype}"
-        )
-    layout = plan.layout
-    extras = [f"zero {layout.zero}"] if layout.zero else []
-    extras += ["sequence parallel"] if layout.sequence_parallel else []
-    extras += [f"recompute {plan.recompute.mode}"] if plan.recompute.mode != "none" else []
-    several = "es" if plan.num_microbatches > 1 else ""
-    microbatches = (
-        f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
-    )
-    return (
-        f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} devices of "
-        f"{plan.cluster.name}\n"
-        f"{', '.join([layout.degrees, *extras])}; {plan.schedule.file or plan.schedule.name}, {microbatches}, "
-        f"{plan.precision.dtype}"
-    )
 
 
 def _memory_lines(memory_bytes: Mapping[str, int], width: int | None) -> list[str]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 QUESTIONS = {
     "demo": "show me everything in about two minutes: plan, Gantt, proof and a short real training run on this machine",
+    "check": "is this run as it should be? settings, memory, schedule, step, and what would be better",
     "plan": "which layout should I use? ranked, with why the others lost",
     "fit": "does it fit? worst rank named, memory by component",
     "simulate": "how long is a step, and where does it go?",

@@ -26,7 +26,7 @@ from ..plan.build import Draft, refuse_modules
 from ..plan.keys import key_named
 from ..plan.plan import Plan, any_plan, build_plan
 from ..plan.sections import Batch, DataParallel, Numerics, Offload, Optimizer, Precision, Runtime
-from ..plan.toml import Given, Values, num_modules
+from ..plan.toml import Given, Values
 from ..schedule import default_name
 from ..schedule.timeline import Timeline
 
@@ -163,20 +163,22 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 def read_plan(args: argparse.Namespace) -> Plan:
     """The plan that PLAN and the options describe. Raises `PlanError` with all problems, each with its file
     and line or its option."""
-    values, source = _values(args)
-    if args.plan is None:
-        _fill_batch(values)
-        _fill_schedule(values)
+    values, source, imported = _values(args)
+    say_open(imported)
     return build_plan(values, source)
 
 
 def read_any_plan(args: argparse.Namespace) -> AnyPlan:
     """The same for verbs that take [[modules]] too: a plan of several models where PLAN has them."""
-    if args.plan is not None:
-        values, source = _values(args)
-        if num_modules(values):
-            return any_plan(values, source)
-    return read_plan(args)
+    plan, imported = read_with_account(args)
+    say_open(imported)
+    return plan
+
+
+def read_with_account(args: argparse.Namespace) -> tuple[AnyPlan, Imported | None]:
+    """The same, and the account of PLAN where it is somebody else's file, of which nothing is said yet."""
+    values, source, imported = _values(args)
+    return any_plan(values, source), imported
 
 
 def read_search_space(args: argparse.Namespace) -> SearchSpace:
@@ -185,7 +187,8 @@ def read_search_space(args: argparse.Namespace) -> SearchSpace:
 
     Raises `PlanError` with all problems, as `read_plan` does.
     """
-    values, source = _values(args)
+    values, source, imported = _values(args, complete=False)
+    say_open(imported)
     refuse_modules(values, source)
     pinned_sections = ("layout", "recompute", "schedule")
     from_options = option_values(args)
@@ -258,21 +261,22 @@ _EXCLUSIVE = {"model.preset": "model.config", "cluster.preset": "cluster.file", 
 """Keys that choose the same thing in two ways: an option for one replaces the other in the file."""
 
 
-def _values(args: argparse.Namespace) -> tuple[Values, str]:
+def _values(args: argparse.Namespace, *, complete: bool = True) -> tuple[Values, str, Imported | None]:
+    """The values of PLAN and the options, what they are called, and the account of somebody else's PLAN. With
+    `complete` options alone get the defaults that a plan needs besides."""
     options = option_values(args)
-    values: Values = {}
-    source = "options"
     if args.plan is not None:
-        source = args.plan
         values, imported = given_values(args, options)
-        if imported is not None:
-            say_open(imported)
-    values = with_options(values, options)
-    if args.plan is None and not values.get("model"):
+        return with_options(values, options), args.plan, imported
+    values = with_options({}, options)
+    if not values.get("model"):
         raise PlanError(
             "which model? Give PLAN, or --model with a preset (see `shardproof presets`) or the path of a config.json."
         )
-    return values, source
+    if complete:
+        _fill_batch(values)
+        _fill_schedule(values)
+    return values, "options", None
 
 
 def with_options(values: Values, options: Values) -> Values:
@@ -309,8 +313,10 @@ def import_variables(args: argparse.Namespace) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def say_open(imported: Imported) -> None:
-    """Says on standard error what a plan from this file assumes, and what of the file it does not model."""
+def say_open(imported: Imported | None) -> None:
+    """Says on standard error what a plan from somebody else's file assumes, and what of the file it does not model."""
+    if imported is None:
+        return
     for sentence in imported.assumed:
         say(f"{imported.source}: {sentence}", sys.stderr)
     for each in imported.of_status("not-modelled"):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from ...core.base.errors import ShardproofError
-from ...core.plan.plan import Plan, build_plan
-from ...core.plan.toml import Given, read_values
+from ...core.plan.plan import Plan
 from ..simulation.simulate import simulate
 from ..step.step import lowered_schedule
+from .changes import Changes, changed, settings
 from .margins import margins_of
-
-Changes = Mapping[str, Any]
-"""Dotted key of a plan -> the value it is given."""
 
 MOST_ACTIONS = 100_000
 """Of schedules with more actions the step is not simulated, so that an answer stays a matter of a second."""
@@ -103,26 +100,17 @@ def _wider(plan: Plan, axis: str, factor: int) -> Changes:
     return {f"layout.{axis}": getattr(plan.layout, axis) * factor, "layout.dp": plan.layout.dp // factor}
 
 
-def _changed(plan: Plan, changes: Changes) -> Plan:
-    """The plan with other values. Raises `PlanError` when its rules forbid them."""
-    values = read_values(plan.to_toml(), "plan")
-    for dotted, value in changes.items():
-        section, _, name = dotted.partition(".")
-        values.setdefault(section, {})[name] = Given(value, f"--set {dotted}")
-    return build_plan(values, "plan")
-
-
 def _fitting(plan: Plan, changes: Changes) -> bool:
     """True where the changed plan is legal and fits."""
     try:
-        return margins_of(_changed(plan, changes)).fits
+        return margins_of(changed(plan, changes)).fits
     except ShardproofError:
         return False
 
 
 def _reported(plan: Plan, changes: Changes) -> dict[str, Any]:
-    better = _changed(plan, changes)
+    better = changed(plan, changes)
     found = margins_of(better)
     step_s = float(simulate(better).report["step_time_s"]) if len(lowered_schedule(better)) <= MOST_ACTIONS else None
-    settings = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()]
-    return {"set": settings, "peak_memory_bytes": found.memories[found.tightest].peak_bytes, "step_time_s": step_s}
+    peak = found.memories[found.tightest].peak_bytes
+    return {"set": settings(changes), "peak_memory_bytes": peak, "step_time_s": step_s}

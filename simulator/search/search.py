@@ -85,7 +85,7 @@ def search(space: SearchSpace | Plan) -> SearchResult:
         space = SearchSpace(**{name: getattr(space, name) for name in SHARED_WITH_PLANS})
     best = _best(space, tally)
     report = {
-        "candidates": [_candidate(plan, found) for plan, found in best],
+        "candidates": [candidate(plan, found) for plan, found in best],
         "evaluated": tally.evaluated,
         "simulated": tally.simulated,
         "rejected": {reason: number for reason, number in sorted(tally.rejected.items()) if number},
@@ -181,7 +181,8 @@ def _lowered(name: str, pp: int, vpp: int, num_microbatches: int, max_active_sta
     return lower(build(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches), max_active_stages=max_active_stages)
 
 
-def _candidate(plan: Plan, report: Mapping[str, Any]) -> dict[str, Any]:
+def candidate(plan: Plan, report: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan and its simulation's report as one of `candidates`."""
     layout, batch = plan.layout, plan.batch
     return {
         "layout": {

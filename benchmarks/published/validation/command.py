@@ -15,6 +15,7 @@ from ....core.base.files import write_text
 from ....core.base.terminal import say
 from ....core.commands.cli import exit_code
 from ..row import DEFAULT_DATA, Row, RowError, read_rows
+from .intervals import module_text
 from .parts import predict_parts
 from .predictions import TRAINING, Prediction, predict_row
 from .refit import refit, refit_table
@@ -44,6 +45,8 @@ def _validate(options: argparse.Namespace) -> int:
     tables = validation_tables(rows, predictions, parts)
     if options.refit:
         tables.append(refit_table(refit(rows)))
+    if options.write_intervals is not None:
+        write_text(options.write_intervals, module_text(predictions))
     if options.write is not None:
         write_text(options.write, page(tables))
     elif options.json:
@@ -69,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", action="store_true", help="print every row with where its time goes")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--write", metavar="FILE", help="write the documentation page")
+    parser.add_argument("--write-intervals", metavar="FILE", help="write the module of measured over predicted steps")
     parser.add_argument("--refit", action="store_true", help="fit the fitted coefficients again, with their spread")
     return parser
 
