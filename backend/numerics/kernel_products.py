@@ -118,7 +118,7 @@ class KernelSums(SampleSums):
 def kernel_products(device: torch.device, gradient_block: int) -> KernelProducts:
     """Those of a device. Raises `PlanError` where the kernel cannot run (`why_no_kernels`)."""
     if why := why_no_kernels(device):
-        raise PlanError(f"numerics.triton_products: {why}. Use numerics.triton_products=[].")
+        raise PlanError(f"numerics.triton_products: {why}. Leave it out, or use numerics.triton_products=[].")
     from ..kernels.exact_products import ExactProducts, tiles_for
     from ..kernels.launch import launch_alone
 

@@ -12,12 +12,13 @@ What is chosen becomes a part of the plan (`numerics.triton_products`), and so o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from ...core.layout.recorded_numerics import PRODUCT_FORMS
+from ...core.layout.products import PRODUCT_FORMS, ProductChoice, ProductChoices
 from ...core.plan.plan import AnyPlan, Plan
+from ..base.determinism import make_exact
 from ..transport.base import Group
 from ..transport.gather_values import gather_values
 from .kernel_probe import differences
@@ -29,21 +30,6 @@ KEY = "numerics.triton_products"
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Who makes a form: `kernels` or else the library, and why."""
-
-    kernels: bool
-    why: str
-
-    def __str__(self) -> str:
-        return f"{'our kernels' if self.kernels else 'the library'}: {self.why}"
-
-
-Choices = Mapping[str, Choice]
-"""By form, of those that the model has."""
-
-
 def products_of(plan: Plan, device: torch.device) -> Mapping[str, Products]:
     """Who makes each form, as the plan says. Raises `PlanError` for kernels that cannot run on the device."""
     library, by_kernels = LibraryProducts(), plan.numerics.kernel_forms
@@ -51,17 +37,21 @@ def products_of(plan: Plan, device: torch.device) -> Mapping[str, Products]:
     return {form: kernels if form in by_kernels else library for form in PRODUCT_FORMS}
 
 
-def choose(plan: AnyPlan, device: torch.device, world: Group | None = None) -> tuple[AnyPlan, Choices]:
+def choose(plan: AnyPlan, device: torch.device, world: Group | None = None) -> tuple[AnyPlan, ProductChoices]:
     """The plan with its products chosen, and each choice with its reason; the same on all members of `world`, which
-    call it together. A plan in fast numerics has no choice."""
+    call it together. A plan in fast numerics has no choice. Raises `PlanError` where the plan says kernels, and the
+    device cannot run them."""
     forms = [form for form in PRODUCT_FORMS if any(_has(part, form) for part in plan.parts)]
     if plan.numerics.mode == "fast":
         return plan, {}
     if plan.numerics.triton_products is not None:
         given = plan.numerics.kernel_forms
-        return plan, {form: Choice(form in given, f"{KEY} says so") for form in forms}
+        if given:
+            kernel_products(device, plan.parts[0].leaf_sizes.gradient_token_block)
+        return plan, {form: ProductChoice(form in given, f"{KEY} says so") for form in forms}
     if device.type != "cuda":
-        return plan, {form: Choice(False, "its tiles are as fast as the processor") for form in forms}
+        return plan, {form: ProductChoice(False, "ranks compute on processors") for form in forms}
+    make_exact(device)
     own = {form: _against(plan, form, device) for form in forms}
     choices = agreed([own] if world is None else gather_values(world, own, device))
     chosen = tuple(form for form, choice in choices.items() if choice.kernels)
@@ -73,7 +63,7 @@ Against = Sequence[str]
 """What a rank has against the library, and against kernels, in words; empty where nothing."""
 
 
-def agreed(of_ranks: Sequence[Mapping[str, Against]]) -> Choices:
+def agreed(of_ranks: Sequence[Mapping[str, Against]]) -> ProductChoices:
     """What follows from what all ranks have measured."""
     found = {}
     for form in of_ranks[0]:
@@ -81,20 +71,12 @@ def agreed(of_ranks: Sequence[Mapping[str, Against]]) -> Choices:
             next((each[form][side] for each in of_ranks if each[form][side]), "") for side in (0, 1)
         )
         if not against_library:
-            found[form] = Choice(False, "several tiles in one product have the bits of each")
+            found[form] = ProductChoice(False, "several tiles in one product have the bits of each")
         elif against_kernels:
-            found[form] = Choice(False, f"{against_kernels}; else our kernels, since {against_library}")
+            found[form] = ProductChoice(False, f"{against_kernels}; and yet {against_library}")
         else:
-            found[form] = Choice(True, against_library)
+            found[form] = ProductChoice(True, against_library)
     return found
-
-
-def choice_text(choices: Choices) -> str:
-    """One line."""
-    by_words: dict[str, list[str]] = {}
-    for form, choice in choices.items():
-        by_words.setdefault(str(choice), []).append(form)
-    return "products: " + "; ".join(f"{', '.join(forms)} by {words}" for words, forms in by_words.items())
 
 
 def _has(plan: Plan, form: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.base.reduction import Node
-from ...core.layout.recorded_numerics import PRODUCT_FORMS
+from ...core.layout.products import PRODUCT_FORMS
 from .contributions import Leaf
 from .outer_sums import OuterSums, outer_sum
 from .owned_leaves import OwnedLeaves

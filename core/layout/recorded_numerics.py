@@ -11,12 +11,13 @@ Version 1, before 2026-11-23, was no record: a checkpoint had mode and leaves am
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.bounds import shown
 from ..base.names import is_plain, is_plain_table
+from .products import PRODUCT_FORMS, in_order
 
 VERSION = 2
 """Of the record that is written; the next is due when a field gets another meaning."""
@@ -27,11 +28,6 @@ LARGEST = 2**62
 
 PRODUCTS = "triton_products"
 """The name of that field, which is its key of `[numerics]`."""
-
-PRODUCT_FORMS = ("project", "contract", "multiply", "weight_gradient", "experts", "heads")
-"""The kinds of products of exact numerics, each of which is made by the library or by our kernels: of layers that are
-cut along their outputs, and along their inputs; by matrices that nobody cuts; of weight gradients; of experts, all
-three; of the heads of an attention that drops probabilities."""
 
 Leaf = dict[str, int] | int | None
 """How one axis is cut: `num_items` in blocks of `block`, or a number of tokens; None for an axis that the model has
@@ -131,11 +127,6 @@ def _products(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(each, str) and each in PRODUCT_FORMS for each in value):
         raise ValueError(f"the {PRODUCTS} of its numerics are {shown(value)}, no list of {', '.join(PRODUCT_FORMS)}")
     return in_order(value)
-
-
-def in_order(forms: Collection[str]) -> tuple[str, ...]:
-    """Forms of products as `PRODUCT_FORMS` has them, each once."""
-    return tuple(form for form in PRODUCT_FORMS if form in forms)
 
 
 def _machine(value: Any) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..base.bounds import DEVICES, FACTOR, LAYERS, SEQUENCES, TABLE, TOKENS, Bound
 from ..base.option import Bounded, noun, option
-from ..layout.recorded_numerics import PRODUCT_FORMS, in_order
+from ..layout.products import PRODUCT_FORMS, in_order
 from ..schedule import CATALOG
 from .stacks import STACKS
 
