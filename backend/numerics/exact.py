@@ -100,6 +100,10 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
         x, blocks = x_BSK.reshape(samples * sequence, features), token_blocks(samples, sequence, self.reduction_block)
         return self.products["multiply"].multiply(x, matrix_KN, blocks).view(samples, sequence, -1)
 
+    @property
+    def heads_at_once(self) -> int | None:
+        return self.products["heads"].heads_at_once
+
     def multiply_heads(self, left_BHMK: Tensor, right_BHKN: Tensor) -> Tensor:
         return self.products["heads"].multiply_heads(left_BHMK, right_BHKN)
 

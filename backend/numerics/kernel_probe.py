@@ -50,7 +50,7 @@ def _contract(products: Products, some: Random, tokens: int, width: int, whole: 
     x, weight = some(tokens + 1, NUM_LEAVES * width), some(NUM_LEAVES * width, whole)
     contract = partial(products.contract, blocks=((0, tokens),))
     (every,) = contract(x, weight, _leaves(width, 1, 0))
-    parts = []
+    parts: list[Tensor] = []
     for rank in range(2):
         leaves = _leaves(width, 2, rank)
         lo, hi = leaves.items
@@ -95,7 +95,7 @@ def _experts(products: Products, some: Random, tokens: int, width: int, whole: i
 
 def _heads(products: Products, some: Random, tokens: int, width: int, whole: int) -> Pairs:
     """One of two heads."""
-    left, right = some(1, 2, tokens, width), some(1, 2, width, tokens)
+    left, right = some(1, 2, tokens, width).float(), some(1, 2, width, tokens).float()
     yield products.multiply_heads(left[:, 1:], right[:, 1:]), products.multiply_heads(left, right)[:, 1:]
 
 

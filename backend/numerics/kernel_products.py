@@ -34,6 +34,8 @@ INTERPRETED_ARCHITECTURE = 80
 class KernelProducts(Products):
     """`made` launches the kernel; `gradient_block` tokens are a leaf of a weight gradient."""
 
+    heads_at_once = None
+
     def __init__(self, made: ExactProducts, gradient_block: int):
         self._made, self._gradient_block = made, gradient_block
 
@@ -85,9 +87,8 @@ class KernelProducts(Products):
             yield leaf, total
 
     def multiply_heads(self, left_BHMK: Tensor, right_BHKN: Tensor) -> Tensor:
-        left, right = _alike(left_BHMK, right_BHKN)
-        made = self._made.multiply_each(left.flatten(0, 1), right.flatten(0, 1))
-        return made.view(*left.shape[:2], *made.shape[1:])
+        made = self._made.multiply_each(left_BHMK.flatten(0, 1), right_BHKN.flatten(0, 1))
+        return made.view(*left_BHMK.shape[:2], *made.shape[1:])
 
 
 @dataclass(frozen=True)

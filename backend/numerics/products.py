@@ -28,6 +28,9 @@ class Products(ABC):
     """Products with bits that follow from the problem alone: from an element's row and column of the whole operands,
     and from the leaves of what is added over."""
 
+    heads_at_once: int | None = 1
+    """Of a sample, in one call of `multiply_heads`; None for all."""
+
     @abstractmethod
     def project(self, x_NF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, blocks: Intervals) -> Tensor:
         """x W^T, [n, c] in the format of `x`."""
@@ -67,7 +70,7 @@ class Products(ABC):
 
     @abstractmethod
     def multiply_heads(self, left_BHMK: Tensor, right_BHKN: Tensor) -> Tensor:
-        """The product of two matrices for each head of each sample, fp32 [b, h, m, n]."""
+        """The product of two matrices for each head of each sample, [b, h, m, n], all fp32."""
 
 
 class LibraryProducts(Products):
@@ -134,10 +137,10 @@ class LibraryProducts(Products):
             yield leaf, total
 
     def multiply_heads(self, left_BHMK: Tensor, right_BHKN: Tensor) -> Tensor:
-        left, right = left_BHMK.float(), right_BHKN.float()
-        made = left.new_empty(*left.shape[:3], right.shape[3])
-        for one, other, out in zip(left.flatten(0, 1), right.flatten(0, 1), made.flatten(0, 1), strict=True):
-            torch.mm(one, other, out=out)
+        made = left_BHMK.new_empty(*left_BHMK.shape[:3], right_BHKN.shape[3])
+        for lefts, rights, outs in zip(left_BHMK, right_BHKN, made, strict=True):
+            for left, right, out in zip(lefts, rights, outs, strict=True):
+                torch.mm(left, right, out=out)
         return made
 
 

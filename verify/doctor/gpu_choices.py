@@ -16,7 +16,7 @@ from .machine import Machine
 from .training import PLAN
 
 SMALL_MODELS = {"tiny-gpt": "32"}
-MODELS = {"llama-1b": "2048", "tiny-moe": "64"}
+MODELS = {"llama3.2-1b": "2048", "tiny-moe": "64"}
 """Presets, each with a sequence."""
 
 
@@ -25,7 +25,7 @@ def plans(machine: Machine) -> Iterator[Plan]:
     for model, sequence in (SMALL_MODELS if machine.is_small else MODELS).items():
         text = PLAN.replace("tiny-gpt", model).replace("sequence = 32", f"sequence = {sequence}")
         for dtype in ("fp32", "bf16"):
-            yield replace(Plan.from_toml(text), precision=Precision(dtype))  # type: ignore[arg-type]
+            yield replace(Plan.from_toml(text), precision=Precision(dtype))
 
 
 def choices(machine: Machine) -> Result:
