@@ -19,6 +19,7 @@ from ...core.base.errors import PlanError
 from ...core.layout.recorded_numerics import PRODUCTS, RecordedNumerics
 from ...core.model.huggingface_config import TRAINING_FIELDS
 from ...core.plan.plan import AnyPlan, recorded_numerics
+from ...core.plan.sections import NO_PRODUCTS
 from .whole import quick_damages, read_state
 
 
@@ -139,7 +140,7 @@ def other_products(plan: AnyPlan, saved: Saved) -> list[str]:
     """What is to be said where a run, of `plan` with its products chosen, has others than the one that saved."""
     return [
         f"{saved.path} was saved with numerics.{name}={json.dumps(other)}, and this run has {json.dumps(ours)}, so "
-        f"bits will differ from that run's. Set numerics.{name}={json.dumps(other)} to have its bits."
+        f"bits will differ from that run's. Set numerics.{name}={json.dumps(other or [NO_PRODUCTS])} to have its bits."
         for name, ours, other in recorded_numerics(plan).differences(numerics_of(saved))
         if name == PRODUCTS
     ]

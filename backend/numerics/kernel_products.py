@@ -40,40 +40,40 @@ class KernelProducts(Products):
         self._made, self._gradient_block = made, gradient_block
 
     def project(self, x_NF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, blocks: Intervals) -> Tensor:
-        x, weight = _alike(x_NF, weight_CF)
+        x, weight = _in_one_format(x_NF, weight_CF)
         return self._made.project(x, weight).to(x_NF.dtype)
 
     def contract(self, x_NC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves, blocks: Intervals) -> Tensor:
         if not leaves.own_nodes:
             return x_NC.new_empty(0, len(x_NC), weight_CF.shape[1], dtype=torch.float32)
-        return self._made.contract(*_alike(x_NC, weight_CF), leaves.width, leaves.own_nodes)
+        return self._made.contract(*_in_one_format(x_NC, weight_CF), leaves.width, leaves.own_nodes)
 
     def multiply(self, x_NF: Tensor, matrix_FK: Tensor, blocks: Intervals) -> Tensor:
-        x, matrix = _alike(x_NF, matrix_FK)
+        x, matrix = _in_one_format(x_NF, matrix_FK)
         return self._made.contract(x, matrix, len(matrix), ((0, 1),))[0].to(x_NF.dtype)
 
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves, blocks: Intervals) -> SampleSums:
-        return KernelSums(*_alike(x_BSC, y_BSF), self._made, self._gradient_block, (0, len(blocks)))
+        return KernelSums(*_in_one_format(x_BSC, y_BSF), self._made, self._gradient_block, (0, len(blocks)))
 
     def weight_gradient_nodes(
         self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves, blocks: Intervals, nodes: Sequence[Node]
     ) -> list[list[Tensor]]:
-        values = self._made.weight_gradient(*_alike(x_BSC, y_BSF), self._gradient_block, nodes)
+        values = self._made.weight_gradient(*_in_one_format(x_BSC, y_BSF), self._gradient_block, nodes)
         return [list(values[:, sample]) for sample in range(len(x_BSC))]
 
     def project_experts(self, x_NF: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
-        x, weight = _alike(x_NF, weight_ECF)
+        x, weight = _in_one_format(x_NF, weight_ECF)
         groups = [(group.expert, group.first, group.last) for group in rows.groups]
         return self._made.project_experts(x, weight, groups).to(x_NF.dtype)
 
     def contract_experts(self, x_NC: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
         groups = [(group.expert, group.first, group.last) for group in rows.groups]
-        return self._made.contract_experts(*_alike(x_NC, weight_ECF), groups, leaves.width, leaves.own_nodes)
+        return self._made.contract_experts(*_in_one_format(x_NC, weight_ECF), groups, leaves.width, leaves.own_nodes)
 
     def expert_weight_gradient(
         self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves
     ) -> Iterator[tuple[Leaf, Tensor]]:
-        x, y = _alike(x_NC, y_NF)
+        x, y = _in_one_format(x_NC, y_NF)
         for leaf, groups in zip(rows.leaves, rows.by_leaf, strict=True):
             there = [group for group in groups if group is not None]
             made = self._made.expert_weight_gradient(
@@ -119,7 +119,7 @@ class KernelSums(SampleSums):
 def kernel_products(device: torch.device, gradient_block: int) -> KernelProducts:
     """Those of a device. Raises `PlanError` where the kernel cannot run (`why_no_kernels`)."""
     if why := why_no_kernels(device):
-        raise PlanError(f"numerics.triton_products: {why}. Leave it out, or use numerics.triton_products=[].")
+        raise PlanError(f'numerics.triton_products: {why}. Leave it out, or use numerics.triton_products=["none"].')
     from ..kernels.exact_products import ExactProducts, tiles_for
     from ..kernels.launch import launch_alone
 
@@ -160,6 +160,6 @@ def why_no_kernels(device: torch.device) -> str:
     return ""
 
 
-def _alike(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def _in_one_format(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Both in one format, fp32 where they have two."""
     return (left, right) if left.dtype == right.dtype else (left.float(), right.float())

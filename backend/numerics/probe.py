@@ -195,7 +195,7 @@ PROBES = (
     Probe(
         "kernel-products",
         "a product by our kernels does not depend on what is multiplied with it",
-        "Leave the products to the library: numerics.triton_products=[]. And report the device and Triton's version.",
+        'Use numerics.triton_products=["none"]. And please report the device and the version of Triton.',
         _kernel_products,
     ),
     Probe(

@@ -326,8 +326,8 @@ class ScheduleChoice(Bounded, section="schedule"):
     )
 
 
-ALL_PRODUCTS = "all"
-"""In `numerics.triton_products`: every form."""
+ALL_PRODUCTS, NO_PRODUCTS = "all", "none"
+"""In `numerics.triton_products`: every form, and not one."""
 
 
 @noun()
@@ -377,10 +377,10 @@ class Numerics(Bounded, section="numerics"):
     triton_products: tuple[str, ...] | None = option(
         "exact: products by our Triton kernels; the others are the library's",
         default=None,
-        choices=(ALL_PRODUCTS, *PRODUCT_FORMS),
+        choices=(NO_PRODUCTS, ALL_PRODUCTS, *PRODUCT_FORMS),
         default_note="measured on each GPU at the start; none on processors",
         more=(
-            "Bits are others, so the choice is recorded with them. An empty list leaves all products to the library. "
+            "Bits are others, so the choice is recorded with them. `none` leaves all of them to the library. "
             "On processors the kernels are interpreted, where TRITON_INTERPRET=1 is set: for tiny models."
         ),
         read_by="backend.numerics.product_choice",
@@ -390,6 +390,8 @@ class Numerics(Bounded, section="numerics"):
     def kernel_forms(self) -> tuple[str, ...]:
         """The `PRODUCT_FORMS` that our kernels make; none where that is still to be measured."""
         given = self.triton_products or ()
+        if NO_PRODUCTS in given:
+            return ()
         return PRODUCT_FORMS if ALL_PRODUCTS in given else in_order(given)
 
 
