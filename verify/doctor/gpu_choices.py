@@ -29,7 +29,7 @@ def plans(machine: Machine) -> Iterator[Plan]:
 
 
 def choices(machine: Machine) -> Result:
-    """A line for each form of a model in a format, and the same again: a run that is started anew has to choose the same.
+    """A line for each form of a model in a format, and the same again: a run that starts anew has to choose the same.
     The figure is how many go to our kernels."""
     device = torch.device("cuda", torch.cuda.current_device())
     rows: list[tuple[str | float, ...]] = []
