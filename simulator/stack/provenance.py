@@ -16,7 +16,9 @@ class Origin(TypedDict):
     source: str
 
 
-EXACT_NUMERICS = "priced as fast ones, whoever makes their products (numerics.triton_products): tiles, and sums by trees, are left out"
+EXACT_NUMERICS = (
+    "priced as fast ones, whoever makes their products (numerics.triton_products): tiles and sums by trees are left out"
+)
 """What is said of the seconds of a plan in exact numerics."""
 
 
