@@ -21,11 +21,12 @@ from ..core.commands.options import add_output, add_plan, check_output, emit, re
 from ..core.plan.plan import AnyPlan, only_model
 from .checkpoint.resume import Resumption
 from .data.vocabulary import no_bytes
-from .dry_run import dry_run_report, dry_run_text
+from .dry_run import dry_run_report, dry_run_text, planned_products
 from .group_transports import group_transports
 from .huggingface.config import check_load, check_save
 from .trainer import Trainer, TrainResult, usual_transport
 from .unsupported import unsupported
+from .watch.rank_messages import ON_GPUS
 
 if TYPE_CHECKING:
     from .base.step_result import StepResult
@@ -102,8 +103,12 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         for notice in tokens:
             say(f"without --dry-run this is refused: {notice}", sys.stderr)
-        ways = group_transports(plan, args.transport or usual_transport(plan), os.environ)
-        emit(args, dry_run_text(plan, ways), dry_run_report(plan, ways))
+        transport = args.transport or usual_transport(plan)
+        ways, products = (
+            group_transports(plan, transport, os.environ),
+            planned_products(plan, on_gpus=transport in ON_GPUS),
+        )
+        emit(args, dry_run_text(plan, ways, products), dry_run_report(plan, ways, products))
         return 0
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("train needs torch, which is not installed. Run `pip install 'shardproof[train]'`.")

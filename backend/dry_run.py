@@ -25,6 +25,8 @@ from ..core.schedule.action import Action
 from ..core.schedule.schedule import Schedule
 from .group_transports import GroupTransport
 
+PRODUCTS_KEY = "numerics.triton_products"
+
 ACTIONS_SHOWN = 6
 RANGES_SHOWN = 4
 """Of a group's ranks in the text; JSON has all."""
@@ -66,14 +68,32 @@ class RankGroup:
         return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
-def dry_run_text(plan: AnyPlan, transports: Sequence[GroupTransport]) -> str:
-    """What the ranks would hold and do, a line for each group of equal ones, and how they would talk."""
+def dry_run_text(plan: AnyPlan, transports: Sequence[GroupTransport], products: str) -> str:
+    """What the ranks would hold and do, a line for each group of equal ones, how they would talk, and who would make
+    the products of exact numerics (`planned_products`)."""
     lines = [_run_text(part) for part in plan.parts]
-    return "\n".join([*lines, *(_group_text(group) for group in rank_groups(plan)), *map(str, transports)])
+    last = [products] if products else []
+    return "\n".join([*lines, *(_group_text(group) for group in rank_groups(plan)), *map(str, transports), *last])
 
 
-def dry_run_report(plan: AnyPlan, transports: Sequence[GroupTransport]) -> dict[str, Any]:
-    """The JSON form: `world_size`, `schedule`, `groups`, `transports` and `ranks`.
+def planned_products(plan: AnyPlan, *, on_gpus: bool) -> str:
+    """Who would make the products of exact numerics, in words, as far as that is known before the start; empty in fast
+    numerics."""
+    if plan.numerics.mode == "fast":
+        return ""
+    if plan.numerics.triton_products is not None:
+        by_kernels = ", ".join(plan.numerics.kernel_forms) or "none"
+        return f"products: by our kernels {by_kernels}, the others by the library, since {PRODUCTS_KEY} says so"
+    if on_gpus:
+        return (
+            "products: each rank measures its GPU at the start, and all choose together between the library and our "
+            f"kernels; {PRODUCTS_KEY} says otherwise (`shardproof doctor --gpus` shows what a GPU would have)"
+        )
+    return "products: all by the library, since ranks compute on processors"
+
+
+def dry_run_report(plan: AnyPlan, transports: Sequence[GroupTransport], products: str) -> dict[str, Any]:
+    """The JSON form: `world_size`, `schedule`, `groups`, `transports`, `products` (in words) and `ranks`.
 
     `groups` is a list of equal ranks: `ranks` (list of [first, last]), `num_ranks`, `pp`, `stages`, `num_parameters`,
     `peak_memory_bytes`, `peak_memory_action` and `memory_bytes` of each rank, `samples` [lo, hi) of all of them and
@@ -88,6 +108,7 @@ def dry_run_report(plan: AnyPlan, transports: Sequence[GroupTransport]) -> dict[
         "schedule": part_schedule(plan, plan.parts[0], plan.parts[0].num_microbatches).name,
         "groups": [_group_report(group) for group in groups],
         "transports": [asdict(each) for each in transports],
+        "products": products,
         "ranks": sorted(ranks, key=lambda rank: rank["global_rank"]),
     }
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.base.errors import DivergedError, PlanError, RankFailure, ShardproofError
 from ..core.base.terminal import say
+from ..core.layout.products import choices_text
 from ..core.plan.plan import AnyPlan, Plan, only_model
 from ..core.schedule.timeline import MemorySample, Span, Timeline
 from .base.libraries import libraries_of
@@ -286,14 +287,19 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
     """The whole run on one rank: the job for `launch.run_ranks`."""
     import torch
 
+    from .base.observe import ObserversOfRun
+
     transport.communicators = job.plan.communicators
     if transport.device.type == "cuda":  # before the observer is made, which records where the rank runs
         torch.cuda.set_device(transport.device)
-    observer = job.observer(transport.global_rank) if job.observer is not None else None
-    with _own_folder(transport, job.plan), observer if isinstance(observer, AbstractContextManager) else nullcontext():
+    plan, maker = with_products(transport, job.plan), job.observer
+    if isinstance(maker, ObserversOfRun):
+        maker = maker.of_run(plan)
+    observer = maker(transport.global_rank) if maker is not None else None
+    with _own_folder(transport, plan), observer if isinstance(observer, AbstractContextManager) else nullcontext():
         return run_steps(
             transport,
-            job.plan,
+            plan,
             model=job.model,
             observer=observer,
             on_step=job.on_step,
@@ -302,6 +308,20 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
             save_huggingface=job.save_huggingface,
             resume=job.resume,
         )
+
+
+def with_products(transport: Transport, plan: AnyPlan) -> AnyPlan:
+    """The plan with who makes which product chosen, by all ranks together; rank 0 says it where GPUs choose."""
+    from .numerics.product_choice import choose
+
+    measured = transport.device.type == "cuda" and plan.numerics.triton_products is None
+    if plan.numerics.mode == "fast" or not measured:
+        return choose(plan, transport.device)[0]
+    world = transport.group("products", "world", range(transport.world_size))
+    chosen, choices = choose(plan, transport.device, world)
+    if transport.global_rank == 0:
+        say(choices_text(choices), sys.stderr)
+    return chosen
 
 
 def _own_folder(transport: Transport, plan: AnyPlan) -> AbstractContextManager[None]:

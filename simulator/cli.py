@@ -232,7 +232,8 @@ def _basis(plan: AnyPlan, report: Mapping[str, Any]) -> str:
             f"Durations measured ({recorded['source']}), split by cause as modelled with the numbers of "
             f"{plan.cluster.name}"
         )
-    return f"Modelled with the numbers of {plan.cluster.name}"
+    of_exact = ", exact numerics as fast ones" if plan.numerics.mode == "exact" else ""
+    return f"Modelled with the numbers of {plan.cluster.name}{of_exact}"
 
 
 def fit_text(plan: AnyPlan, report: Mapping[str, Any], why_none: str = "", width: int | None = None) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ...core.layout.stage_parameters import Usage
+from ...core.plan.plan import AnyPlan
 from .microbatch import Microbatch
 
 Slices = tuple[slice, ...]
@@ -59,6 +61,15 @@ class Observer(Protocol):
 
     def gathered(self, name: str, slices: Slices, tensor: Tensor) -> None:
         """This rank's slice of a parameter as that UNSHARD has brought it together: layers compute with it."""
+
+
+@runtime_checkable
+class ObserversOfRun(Protocol):
+    """What makes a rank's observer, and wants to know first what is run: `of_run(plan)` makes it from the plan with
+    what was chosen at the start of the run (`backend.numerics.product_choice`)."""
+
+    def of_run(self, plan: AnyPlan) -> Callable[[int], Observer | None]:
+        """The same for a plan as it is run."""
 
 
 class SumObserver(Protocol):

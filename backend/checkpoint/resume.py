@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ...core.base.errors import PlanError
-from ...core.layout.recorded_numerics import RecordedNumerics
+from ...core.layout.recorded_numerics import PRODUCTS, RecordedNumerics
 from ...core.model.huggingface_config import TRAINING_FIELDS
 from ...core.plan.plan import AnyPlan, recorded_numerics
+from ...core.plan.sections import NO_PRODUCTS
 from .whole import quick_damages, read_state
 
 
@@ -128,9 +129,21 @@ def numerics_of(saved: Saved) -> RecordedNumerics:
 
 
 def _other_numerics(plan: AnyPlan, saved: Saved) -> Iterator[str]:
-    """`numerics.reduction_token_block=2, saved with 4` for what both record and what differs."""
+    """`numerics.reduction_token_block=2, saved with 4` for what both record and what differs. Ranks say it
+    of products, which they choose (`other_products`)."""
     for name, ours, other in recorded_numerics(plan).differences(numerics_of(saved)):
-        yield f"numerics.{name}={json.dumps(ours)}, saved with {json.dumps(other)}"
+        if name != PRODUCTS:
+            yield f"numerics.{name}={json.dumps(ours)}, saved with {json.dumps(other)}"
+
+
+def other_products(plan: AnyPlan, saved: Saved) -> list[str]:
+    """What is to be said where a run, of `plan` with its products chosen, has others than the one that saved."""
+    return [
+        f"{saved.path} was saved with numerics.{name}={json.dumps(other)}, and this run has {json.dumps(ours)}, so "
+        f"bits will differ from that run's. Set numerics.{name}={json.dumps(other or [NO_PRODUCTS])} to have its bits."
+        for name, ours, other in recorded_numerics(plan).differences(numerics_of(saved))
+        if name == PRODUCTS
+    ]
 
 
 class NoneWholeError(PlanError):

@@ -27,7 +27,17 @@ from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
 from ..watch.watch import RankWatch
 from .index import INDEX_FILE, DamagedError
-from .resume import NoneWholeError, Saved, changes_since, damage_text, numerics_of, path_of, problem_of, saved_in
+from .resume import (
+    NoneWholeError,
+    Saved,
+    changes_since,
+    damage_text,
+    numerics_of,
+    other_products,
+    path_of,
+    problem_of,
+    saved_in,
+)
 from .state import pieces_of, take_up
 from .tensors import Piece, read_tensors, write_tensors
 from .whole import STATE_FILE, STATE_FORMAT, has_index, quick_damages, steps_of
@@ -120,7 +130,7 @@ class Checkpoints:
             return "damaged", list(error.problems)
         except PlanError as error:
             return "refused", list(error.problems)
-        return "notices", unknown + self._other_machine(saved)
+        return "notices", unknown + other_products(self._plan, saved) + self._other_machine(saved)
 
     def _other_text(self, path: Path, theirs: Mapping[str, Any]) -> str:
         (their_bytes, their_hash), (our_bytes, our_hash) = (

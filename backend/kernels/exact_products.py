@@ -164,16 +164,25 @@ class ExactProducts:
         self._run(_rows(x_NC), _columns(weight_ECF), out, problems, f, leaf, nodes)
         return out
 
-    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, groups: Sequence[Rows]) -> Tensor:
-        """x^T y over the rows of each group, fp32 [groups, c, f]: a group's rows are one leaf."""
+    def expert_weight_gradient(self, x_NC: Tensor, y_NF: Tensor, groups: Sequence[Rows], leaf: int) -> Tensor:
+        """x^T y over the rows of each group, fp32 [groups, c, f]: a group's rows are one leaf, which has at most `leaf`
+        of them. That belongs to the problem: -0, to which products may underflow, and what is masked out make 0."""
         c, f = x_NC.shape[1], y_NF.shape[1]
         out = x_NC.new_empty(len(groups), c, f, dtype=torch.float32)
         problems = [
             Problem(first * x_NC.stride(0), first * y_NF.stride(0), number * c * f, c, last - first)
             for number, (_, first, last) in enumerate(groups)
         ]
-        longest = max((last - first for _, first, last in groups), default=0)
-        self._run(_columns(x_NC), _columns(y_NF), out.view(1, -1, f), problems, f, longest, ((0, 1),))
+        assert all(last - first <= leaf for _, first, last in groups), "a group is one leaf"
+        self._run(_columns(x_NC), _columns(y_NF), out.view(1, -1, f), problems, f, leaf, ((0, 1),))
+        return out
+
+    def multiply_each(self, left_PMK: Tensor, right_PKN: Tensor) -> Tensor:
+        """The product of each pair of matrices, fp32 [p, m, n]: all k are one leaf."""
+        (p, m, k), n = left_PMK.shape, right_PKN.shape[2]
+        out = left_PMK.new_empty(p, m, n, dtype=torch.float32)
+        problems = [Problem(i * left_PMK.stride(0), i * right_PKN.stride(0), i * m * n, m, k) for i in range(p)]
+        self._run(_rows(left_PMK), _columns(right_PKN), out.view(1, p * m, n), problems, n, k, ((0, 1),))
         return out
 
     def _run(
@@ -234,13 +243,15 @@ class ExactProducts:
         )
 
     def _on_device(self, device: torch.device, table: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A table in device memory, where it stays: a model's shapes are few, but for rows of experts."""
-        key = (dtype, *table)
-        if key not in self._tables:
-            if len(self._tables) == MOST_TABLES:
-                self._tables.clear()
-            self._tables[key] = torch.tensor(table, dtype=dtype, device=device)
-        return self._tables[key]
+        """A table in device memory, where it stays: a model's shapes are few, but for rows of experts. Each stream has
+        its own, for others would have to wait until it is there."""
+        stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+        key = (stream, dtype, *table)
+        if (found := self._tables.get(key)) is None:
+            if len(self._tables) >= MOST_TABLES:
+                self._tables.clear()  # other threads may have one of them
+            found = self._tables[key] = torch.tensor(table, dtype=dtype, device=device)
+        return found
 
 
 def _rows(matrix: Tensor) -> Operand:

@@ -170,8 +170,8 @@ class RepeatedKernel:
 
 @dataclass(frozen=True)
 class DropoutKernel:
-    """dropout(softmax(q k^T * scale)) v, one head of one sample at a time, in fp32. The probabilities
-    are kept, masks made again.
+    """dropout(softmax(q k^T * scale)) v in fp32, of as many heads of a sample at a time as numerics multiply together.
+    The probabilities are kept, masks made again.
 
     Elements are numbered by (sample of the global batch, head of the model, query, key).
     """
@@ -185,10 +185,11 @@ class DropoutKernel:
         q, k, v, scale = q.float(), k.float(), v.float(), self._scale(q)
         probabilities = q.new_empty(*q.shape[:3], k.shape[2])
         y = q.new_empty(*q.shape[:3], v.shape[3])
-        for i, j in _places(q):
-            scores = torch.mm(q[i, j], k[i, j].t()).mul_(scale).add_(mask if mask.dim() == 2 else mask[i, 0])
-            torch.softmax(scores, -1, out=probabilities[i, j])
-            torch.mm(probabilities[i, j] * self._dropped(i, j, start, scores), v[i, j], out=y[i, j])
+        multiply = self.context.numerics.multiply_heads
+        for here in self._parts(q):
+            scores = multiply(q[here], k[here].transpose(2, 3)).mul_(scale)
+            torch.softmax(scores.add_(mask if mask.dim() == 2 else mask[here[0]]), -1, out=probabilities[here])
+            y[here] = multiply(probabilities[here] * self._masks(here, start, scores), v[here])
         return y, (probabilities,)
 
     def backward(
@@ -205,15 +206,30 @@ class DropoutKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, dy, scale = q.float(), k.float(), v.float(), dy.float(), self._scale(q)
         dq, dk, dv = torch.empty_like(q), torch.empty(k.shape, device=k.device), torch.empty(v.shape, device=v.device)
-        for i, j in _places(q):
-            p = for_backward[0][i, j]
-            dropped = self._dropped(i, j, start, p)
-            torch.mm((p * dropped).t(), dy[i, j], out=dv[i, j])
-            dp = torch.mm(dy[i, j], v[i, j].t()).mul_(dropped)
+        multiply = self.context.numerics.multiply_heads
+        for here in self._parts(q):
+            p = for_backward[0][here]
+            dropped = self._masks(here, start, p)
+            dv[here] = multiply((p * dropped).transpose(2, 3), dy[here])
+            dp = multiply(dy[here], v[here].transpose(2, 3)).mul_(dropped)
             dscores = dp.sub_((dp * p).sum(-1, keepdim=True)).mul_(p).mul_(scale)
-            torch.mm(dscores, k[i, j], out=dq[i, j])
-            torch.mm(dscores.t(), q[i, j], out=dk[i, j])
+            dq[here] = multiply(dscores, k[here])
+            dk[here] = multiply(dscores.transpose(2, 3), q[here])
         return dq, dk, dv
+
+    def _parts(self, q: Tensor) -> list[tuple[slice, slice]]:
+        """Samples and heads that are multiplied together."""
+        samples, heads = q.shape[:2]
+        step = self.context.numerics.heads_at_once or heads
+        return [
+            (slice(i, i + 1), slice(j, min(j + step, heads))) for i in range(samples) for j in range(0, heads, step)
+        ]
+
+    def _masks(self, here: tuple[slice, slice], start: int, scores: Tensor) -> Tensor:
+        """Those of one sample and some heads, as `scores` [1, heads, l, keys]."""
+        (sample, heads), like = here, scores[0, 0]
+        masks = [self._dropped(sample.start, head, start, like) for head in range(heads.start, heads.stop)]
+        return torch.stack(masks).unsqueeze(0) if len(masks) > 1 else masks[0].view(scores.shape)
 
     def _scale(self, q: Tensor) -> float:
         return 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
@@ -230,7 +246,3 @@ class DropoutKernel:
         assert self.microbatch.step is not None
         seed, operation = context.plan.train.seed, context.plan.name_in_run(self.operation)
         return dropout_mask(seed, operation, self.microbatch.step, index, model.attention_dropout)
-
-
-def _places(q: Tensor) -> list[tuple[int, int]]:
-    return [(i, j) for i in range(q.shape[0]) for j in range(q.shape[1])]

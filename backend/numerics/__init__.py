@@ -11,6 +11,7 @@ from .contributions import Contribution
 from .exact import ExactNumerics
 from .fast import FastNumerics
 from .owned_leaves import OwnedLeaves
+from .product_choice import products_of
 from .summands import Summands
 
 __all__ = [
@@ -26,11 +27,18 @@ __all__ = [
 
 
 def make_numerics(plan: Plan, device: torch.device | str = "cpu", *, global_rank: int = 0) -> Numerics:
-    """`[numerics] mode` as operations of a rank on a device. Raises `PlanError` where exact ones are not to be had
-    (`make_exact`)."""
+    """`[numerics] mode` as operations of a rank on a device; products are made as the plan says, those of which it says
+    nothing by the library (`product_choice` measures). Raises `PlanError` where exact ones are not to be had
+    (`make_exact`, `kernel_products`)."""
     device, layout = torch.device(device), plan.layout
     if plan.numerics.mode == "fast":
         gradient_dtype = torch.bfloat16 if plan.precision.gradient_dtype == "bf16" else torch.float32
         return FastNumerics(device, gradient_dtype, compiles=bool(plan.runtime.compile))
     make_exact(device)
-    return ExactNumerics(plan.leaf_sizes, device, cp=layout.cp, cp_rank=layout.coordinates(global_rank)["cp"])
+    return ExactNumerics(
+        plan.leaf_sizes,
+        device,
+        cp=layout.cp,
+        cp_rank=layout.coordinates(global_rank)["cp"],
+        products=products_of(plan, device),
+    )

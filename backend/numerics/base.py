@@ -91,6 +91,15 @@ class Numerics(ExpertNumerics):
     def multiply(self, x_BSK: Tensor, matrix_KN: Tensor) -> Tensor:
         """x times a matrix that no rank cuts, for the tokens that this rank holds: [b, s, n] in the format of `x`."""
 
+    @property
+    def heads_at_once(self) -> int | None:
+        """How many heads of a sample `multiply_heads` is given best, which holds all results; None for all of them."""
+        return 1
+
+    @abstractmethod
+    def multiply_heads(self, left_BHMK: Tensor, right_BHKN: Tensor) -> Tensor:
+        """The product of two fp32 matrices for each head of each sample, [b, h, m, n]."""
+
     @abstractmethod
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
         """Sums over tokens of the outer products, [c, f]."""

@@ -1,11 +1,11 @@
 """`ExactNumerics`: every sum has leaves that belong to the problem and one fixed tree over them, so
 no layout changes a bit.
 
-Products run on tiles whose shapes follow from the leaf sizes (`tiles`), sums over tiles are
-elementwise additions (`tree`).
+`products` makes the products, by the library or by our kernels; sums over what they give are elementwise additions
+(`tree`).
 
-Everything is computed in fp32, from operands in bf16 too (torch's CPU has no product of bf16 with an fp32 result),
-partial sums are sent in fp32, and a result is rounded to the format of its operands once, when it is finished.
+Sums are fp32 whatever the operands, partial ones are sent in fp32, and a result is rounded to the format of its
+operands once, when it is finished.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .heads import OwnedHeads, OwnedPart
 from .lookup_sums import LookupSums
 from .observed import observed
 from .open_sums import OpenKind, OpenSums
-from .outer_sums import OuterSums, outer_sum
 from .owned_leaves import OwnedLeaves
+from .products import Products, by_library
 from .summands import Summands, merged, open_over, part_over, sum_over
-from .tiles import Intervals, contract_tiles, multiply_blocks, project_tiles
+from .tiles import Intervals
 from .tokens import OwnedTokens
 from .tree import add_in_place, block_sums, fold, node_sums, token_sums, tree_fold
 
@@ -49,29 +49,37 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
 
     mode = "exact"
 
-    def __init__(self, leaf_sizes: LeafSizes, device: torch.device, *, cp: int = 1, cp_rank: int = 0):
-        """`cp` says which part of every sequence the rank has; sums over tokens then stay open."""
+    def __init__(
+        self,
+        leaf_sizes: LeafSizes,
+        device: torch.device,
+        *,
+        cp: int = 1,
+        cp_rank: int = 0,
+        products: Mapping[str, Products] | None = None,
+    ):
+        """`cp` says which part of every sequence the rank has; sums over tokens then stay open. `products` make each of
+        `PRODUCT_FORMS`; without, the library makes all."""
         super().__init__(device)
+        self.products = by_library() if products is None else products
         self.cp, self.cp_rank = cp, cp_rank
         self.leaf_sizes = leaf_sizes
         self.gradient_block = leaf_sizes.gradient_token_block
         self.reduction_block = leaf_sizes.reduction_token_block
 
     def project(self, x_BSF: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
-        """One product per (token block, leaf)."""
         samples, sequence, features = x_BSF.shape
         blocks = token_blocks(samples, sequence, self.gradient_block)
-        y = project_tiles(x_BSF.reshape(-1, features).float(), weight_CF.float(), leaves.bounds, blocks)
-        return y.view(samples, sequence, -1).to(x_BSF.dtype)
+        y = self.products["project"].project(x_BSF.reshape(-1, features), weight_CF, leaves, blocks)
+        return y.view(samples, sequence, -1)
 
     @observed
     def partial_contract(self, x_BSC: Tensor, weight_CF: Tensor, leaves: OwnedLeaves) -> Tensor:
-        """One product per (token block, leaf), whole leaves as K; a value for each of this rank's nodes of
-        the tree over leaves."""
+        """A value for each of this rank's nodes of the tree over leaves."""
         samples, sequence, features = x_BSC.shape
-        blocks, nodes = token_blocks(samples, sequence, self.gradient_block), leaves.own_nodes
-        values = contract_tiles(x_BSC.reshape(-1, features).float(), weight_CF.float(), leaves.bounds, blocks, nodes)
-        return values.view(len(nodes), samples, sequence, -1)
+        blocks = token_blocks(samples, sequence, self.gradient_block)
+        values = self.products["contract"].contract(x_BSC.reshape(-1, features), weight_CF, leaves, blocks)
+        return values.view(len(values), samples, sequence, -1)
 
     def partial_sum(self, terms_BSLR: Tensor, leaves: OwnedLeaves) -> Tensor:
         first = leaves.first_leaf
@@ -87,28 +95,28 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
 
     @observed
     def multiply(self, x_BSK: Tensor, matrix_KN: Tensor) -> Tensor:
-        """One product per block of `reduction_token_block` tokens, between which sequence parallelism cuts."""
+        """Sequence parallelism cuts between blocks of `reduction_token_block` tokens."""
         samples, sequence, features = x_BSK.shape
-        x, matrix_KN = x_BSK.reshape(samples * sequence, features).float(), matrix_KN.float()
-        y = multiply_blocks(x, matrix_KN, token_blocks(samples, sequence, self.reduction_block))
-        return y.view(samples, sequence, -1).to(x_BSK.dtype)
+        x, blocks = x_BSK.reshape(samples * sequence, features), token_blocks(samples, sequence, self.reduction_block)
+        return self.products["multiply"].multiply(x, matrix_KN, blocks).view(samples, sequence, -1)
+
+    @property
+    def heads_at_once(self) -> int | None:
+        return self.products["heads"].heads_at_once
+
+    def multiply_heads(self, left_BHMK: Tensor, right_BHKN: Tensor) -> Tensor:
+        return self.products["heads"].multiply_heads(left_BHMK, right_BHKN)
 
     @observed
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
-        """Per sample: one product per (token block, leaf), the tree over token blocks."""
-        blocks = token_blocks(1, x_BSC.shape[1], self.gradient_block)
+        """Per sample the tree over token blocks."""
+        blocks, products = token_blocks(1, x_BSC.shape[1], self.gradient_block), self.products["weight_gradient"]
         if self.cp == 1:
-            return OuterSums(x_BSC.float(), y_BSF.float(), leaves.bounds, blocks)
+            return products.weight_gradient(x_BSC, y_BSF, leaves, blocks)
         chunks = Chunks(len(blocks) * self.cp, self.cp, self.cp_rank)
         own = [(chunks.local(lo), chunks.local(lo) + hi - lo) for lo, hi in chunks.nodes()]
-        return self._over_sequence(
-            "blocks",
-            chunks,
-            [
-                [outer_sum(x_SC, y_SF, leaves.bounds, blocks[first:last]) for first, last in own]
-                for x_SC, y_SF in zip(x_BSC.float(), y_BSF.float(), strict=True)
-            ],
-        )
+        nodes = products.weight_gradient_nodes(x_BSC, y_BSF, leaves, blocks, own)
+        return self._over_sequence("blocks", chunks, nodes)
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """On a length that fills whole vector registers: the library computes a remainder by scalar code, whose

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,37 +21,10 @@ from .contributions import Accumulator, Contribution, ExpertContribution, Leaf
 from .copies import Copies
 from .observed import observed
 from .owned_leaves import OwnedLeaves
+from .products import Products
+from .row_groups import ExpertRows
 from .token_product import ExpertProduct
 from .tree import add_in_place, fold
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Rows `[first, last)` of one local expert, at least one; in exact numerics those of one leaf,
-    `leaves[leaf]` of the microbatch."""
-
-    expert: int
-    leaf: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class ExpertRows:
-    """How N rows are grouped, in order. `leaves` are all that this microbatch contributes, also where an
-    expert got nothing of one."""
-
-    num_experts: int
-    groups: tuple[RowGroup, ...]
-    leaves: tuple[Leaf, ...]
-
-    @cached_property
-    def by_leaf(self) -> list[list[RowGroup | None]]:
-        """The group of every expert in every leaf; None where the expert got nothing of it."""
-        found: list[list[RowGroup | None]] = [[None] * self.num_experts for _ in self.leaves]
-        for group in self.groups:
-            found[group.leaf][group.expert] = group
-        return found
 
 
 class ExpertNumerics(ABC):
@@ -106,47 +77,22 @@ class ExpertNumerics(ABC):
 
 
 class ExactExpertNumerics(ExpertNumerics):
-    """One product per (sample, token block, expert) and feature leaf: its shape follows from the
-    routing, not from the layout."""
+    """One product per (sample, token block, expert): how many rows it has follows from the routing, not from the
+    layout."""
+
+    products: Mapping[str, Products]
 
     def project_experts(self, x_NF: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
-        x, weight = x_NF.float(), weight_ECF.float()
-        columns = []
-        for lo, hi in leaves.bounds:
-            column = x.new_empty(len(x), hi - lo)
-            for group in rows.groups:
-                torch.mm(
-                    x[group.first : group.last], weight[group.expert, lo:hi].t(), out=column[group.first : group.last]
-                )
-            columns.append(column)
-        return torch.cat(columns, 1).to(x_NF.dtype)
+        return self.products["experts"].project_experts(x_NF, weight_ECF, rows, leaves)
 
     @observed
     def contract_experts(self, x_NC: Tensor, weight_ECF: Tensor, rows: ExpertRows, leaves: OwnedLeaves) -> Tensor:
-        x, weight = x_NC.float(), weight_ECF.float()
-        nodes = leaves.nodes(leaves.tp_rank)
-        values = x.new_empty(len(nodes), len(x), weight.shape[2])
-        for group in rows.groups:
-            part = x[group.first : group.last]
-            products = [torch.mm(part[:, lo:hi].contiguous(), weight[group.expert, lo:hi]) for lo, hi in leaves.bounds]
-            for node, value in zip(nodes, values, strict=True):
-                value[group.first : group.last] = _node_sum(products, node, leaves.first_leaf)
-        return values
+        return self.products["experts"].contract_experts(x_NC, weight_ECF, rows, leaves)
 
     def expert_weight_gradient(
         self, x_NC: Tensor, y_NF: Tensor, rows: ExpertRows, leaves: OwnedLeaves
     ) -> Iterator[tuple[Leaf, Tensor]]:
-        x, y = x_NC.float(), y_NF.float()
-        for leaf, groups in zip(rows.leaves, rows.by_leaf, strict=True):
-            total = x.new_empty(rows.num_experts, x.shape[1], y.shape[1])
-            for expert, group in enumerate(groups):
-                if group is None:
-                    total[expert].zero_()
-                    continue
-                here = slice(group.first, group.last)
-                for lo, hi in leaves.bounds:
-                    torch.mm(x[here, lo:hi].contiguous().t(), y[here], out=total[expert, lo:hi])
-            yield leaf, total
+        return self.products["experts"].expert_weight_gradient(x_NC, y_NF, rows, leaves)
 
     def expert_row_sums(self, x_NF: Tensor, rows: ExpertRows) -> Iterator[tuple[Leaf, Tensor]]:
         x = x_NF.float()
@@ -242,15 +188,6 @@ class ExpertAccumulator:
         copies of the experts."""
         samples = self.tree.samples
         return [*(samples.value(node) for node in samples.nodes), *(self.tree.part(*part) for part in self.tree.parts)]
-
-
-def _node_sum(products: list[Tensor], node: tuple[int, int], first_leaf: int) -> Tensor:
-    """The tree over the leaves of a node; the products of its leaves are used up."""
-    length = node[1] - node[0]
-    if length == 1:
-        return products[node[0] - first_leaf]
-    middle = node[0] + (1 << (length - 1).bit_length() - 1)
-    return _node_sum(products, (node[0], middle), first_leaf).add_(_node_sum(products, (middle, node[1]), first_leaf))
 
 
 def _held(tree: NestedTree[Tensor], nodes: ExpertNodes) -> list[Tensor]:

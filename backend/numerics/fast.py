@@ -62,6 +62,9 @@ class FastNumerics(FastExpertNumerics, Numerics):
     def multiply(self, x_BSK: Tensor, matrix_KN: Tensor) -> Tensor:
         return x_BSK @ matrix_KN
 
+    def multiply_heads(self, left_BHMK: Tensor, right_BHKN: Tensor) -> Tensor:
+        return left_BHMK @ right_BHKN
+
     def weight_gradient(self, x_BSC: Tensor, y_BSF: Tensor, leaves: OwnedLeaves) -> Contribution:
         return TokenProduct(x_BSC.flatten(0, 1), y_BSF.flatten(0, 1))
 

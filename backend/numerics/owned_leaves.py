@@ -28,6 +28,11 @@ class OwnedLeaves:
         return tuple(((first - offset) * self.unit, (last - offset) * self.unit) for first, last in items)
 
     @property
+    def width(self) -> int:
+        """Features of a leaf; the last one of the whole dimension may have fewer."""
+        return self.leaves.block * self.unit
+
+    @property
     def num_leaves(self) -> int:
         """Leaves over all ranks."""
         return self.leaves.num_leaves

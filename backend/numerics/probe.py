@@ -18,14 +18,15 @@ from torch.nn import functional as F
 from ...core.base.findings import Finding
 from ...core.model.blocks import model_blocks
 from ...core.model.operators import Kind
-from ...core.model.parameters import Parameter, parameters
+from ...core.model.parameters import Parameter
 from ...core.plan.plan import Plan
 from ..base.optimizer import Held, ShardedAdamW
 from .exact import VECTOR_ELEMENTS, ExactNumerics
-from .same_bits import multiply_into
+from .kernel_probe import differences
+from .kernel_products import kernel_products
+from .tile_probe import TILES, tile_differences, tile_sizes
 
 NormFunction = Callable[[Tensor], Tensor]
-TileFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -64,60 +65,17 @@ def _count(a: Tensor, b: Tensor) -> int:
     return int((a != b).sum())
 
 
-def _elsewhere(x: Tensor) -> Tensor:
-    """The same matrix as columns of a wider one, four bytes off any alignment."""
-    rows, columns = x.shape
-    return x.new_empty(rows, columns + 6)[:, 1 : 1 + columns].copy_(x)
-
-
 def _products(plan: Plan, device: torch.device) -> int:
-    """The three kinds of tiles of every shape that the model's cut matrices have: each alone against
-    inside of larger tensors."""
-    return sum(
-        _count(*(_tile(product, operands, place) for place in (torch.clone, _elsewhere)))
-        for tokens, leaf, whole in _tile_sizes(plan)
-        for operands in [
-            [
-                _random(seed, device, *shape)
-                for seed, shape in enumerate(((tokens, whole), (leaf, whole), (tokens, leaf)))
-            ]
-        ]
-        for product in (
-            lambda x, weight, y: (x, weight.t()),
-            lambda x, weight, y: (y, weight),
-            lambda x, weight, y: (y.t(), x),
-        )
-    )
+    """The three kinds of tiles of every shape that the model's matrices have."""
+    return sum(tile_differences(form, sizes, device) for form in TILES for sizes in tile_sizes(plan))
 
 
-def _tile(product: TileFunction, operands: list[Tensor], place: Callable[[Tensor], Tensor]) -> Tensor:
-    """`project`, `contract` or `weight_gradient` of one tile, all of whose tensors are where `place` puts them."""
-    left, right = product(*map(place, operands))
-    out = place(left.new_empty(len(left), right.shape[1]))
-    multiply_into(out, left, right)
-    return out
-
-
-def _tile_sizes(plan: Plan) -> set[tuple[int, int, int]]:
-    """(tokens, features of a leaf, whole features) of all tiles, shorter last blocks and leaves among them; a matrix
-    that no rank cuts is one leaf."""
-    sequence, block = plan.batch.sequence, plan.leaf_sizes.gradient_token_block
-    sizes = set()
-    for parameter in parameters(plan.model):
-        if parameter.cut is not None and len(parameter.shape) == 2:
-            dim, feature = parameter.cut
-            leaves = plan.leaf_sizes.feature(feature)
-            widths = {leaves.block, leaves.num_items % leaves.block or leaves.block}
-            sizes |= {(min(block, sequence), width * parameter.unit, parameter.shape[1 - dim]) for width in widths}
-            sizes |= {
-                (sequence % block, width * parameter.unit, parameter.shape[1 - dim])
-                for width in widths
-                if sequence % block
-            }
-        elif len(parameter.shape) == 2 and not parameter.name.startswith("embedding."):
-            blocks = (min(plan.leaf_sizes.reduction_token_block, sequence), min(block, sequence))
-            sizes |= {(tokens, *parameter.shape) for size in blocks for tokens in (size, sequence % size) if tokens}
-    return sizes
+def _kernel_products(plan: Plan, device: torch.device) -> int:
+    """Products by our kernels, of those forms that they make."""
+    if not plan.numerics.kernel_forms:
+        return 0
+    products = kernel_products(device, plan.leaf_sizes.gradient_token_block)
+    return sum(differences(products, form, plan, _dtype(plan), device) for form in plan.numerics.kernel_forms)
 
 
 def _attention(plan: Plan, device: torch.device) -> int:
@@ -234,6 +192,12 @@ _REPORT = "Please report the machine and the torch version; exact mode cannot pr
 
 PROBES = (
     Probe("product-alignment", "a tile product does not depend on addresses and strides", _SWITCH, _products),
+    Probe(
+        "kernel-products",
+        "a product by our kernels does not depend on what is multiplied with it",
+        'Use numerics.triton_products=["none"]. And please report the device and the version of Triton.',
+        _kernel_products,
+    ),
     Probe(
         "attention-slices",
         ("attention of one (sample, head) does not depend on the others next to it"),

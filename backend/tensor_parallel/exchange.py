@@ -24,7 +24,7 @@ from ...core.plan.plan import Plan
 from ...core.program.expert_tokens import routed_tokens
 from ..base.recorder import Recorder
 from ..base.streams import to_device
-from ..numerics.expert_rows import ExpertRows, RowGroup
+from ..numerics.row_groups import ExpertRows, RowGroup
 from ..transport.base import Group, SoloGroup
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..base.bounds import shown
 from ..base.names import is_plain, is_plain_table
+from .products import PRODUCT_FORMS, in_order
 
 VERSION = 2
 """Of the record that is written; the next is due when a field gets another meaning."""
@@ -24,6 +25,9 @@ VERSION = 2
 MOST_FACTS = 10_000
 """Leaves of a record that is read: a model has seven, and a plan at most a thousand modules."""
 LARGEST = 2**62
+
+PRODUCTS = "triton_products"
+"""The name of that field, which is its key of `[numerics]`."""
 
 Leaf = dict[str, int] | int | None
 """How one axis is cut: `num_items` in blocks of `block`, or a number of tokens; None for an axis that the model has
@@ -34,17 +38,21 @@ not."""
 class RecordedNumerics:
     """`leaves` by name, of several modules behind the module's name (`encoder.ffn`); fast numerics, whose bits depend
     on the layout, have none. `mode` is empty where a file of version 1 does not say it. `machine` is
-    `backend.base.environment`, empty where a file does not say it."""
+    `backend.base.environment`, empty where a file does not say it. `triton_products` are the `PRODUCT_FORMS` that our
+    kernels make, which add up the inside of a leaf in another order than the library; none where a file has no such
+    field."""
 
     mode: str
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
     version: int = VERSION
+    triton_products: tuple[str, ...] = ()
 
     @property
     def pinned(self) -> dict[str, Any]:
         """What has to be equal for equal bits, by name."""
-        return {**({"mode": self.mode} if self.mode else {}), **self.leaves}
+        products = {PRODUCTS: list(self.triton_products)} if self.mode == "exact" and self.version > 1 else {}
+        return {**({"mode": self.mode} if self.mode else {}), **products, **self.leaves}
 
     def differences(self, theirs: RecordedNumerics) -> Iterator[tuple[str, Any, Any]]:
         """(name, own, theirs) of every pinned fact that differs. A leaf that one record of version 2 lacks is that of
@@ -59,7 +67,14 @@ class RecordedNumerics:
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON has it."""
-        return {"version": self.version, "mode": self.mode, "leaves": dict(self.leaves), "machine": dict(self.machine)}
+        products = {PRODUCTS: list(self.triton_products)} if self.triton_products else {}
+        return {
+            "version": self.version,
+            "mode": self.mode,
+            "leaves": dict(self.leaves),
+            "machine": dict(self.machine),
+            **products,
+        }
 
     @classmethod
     def from_json(cls, value: Any) -> RecordedNumerics:
@@ -72,13 +87,16 @@ class RecordedNumerics:
                 f"its numerics are recorded as version {shown(version)}, and this shardproof reads 1 and {VERSION}. "
                 "Use the version that wrote it"
             )
-        unknown = value.keys() - {"version", "mode", "leaves", "machine"}
+        unknown = value.keys() - {"version", "mode", "leaves", "machine", PRODUCTS}
         if unknown:
             raise ValueError(f"its numerics have {shown(sorted(unknown, key=str)[0])}, which version {VERSION} has not")
         mode, leaves = _mode(value.get("mode")), _leaves(value.get("leaves"))
         if mode == "fast" and leaves:
             raise ValueError(f"its numerics are fast and have the leaf {shown(next(iter(leaves)))}, as exact ones have")
-        return cls(mode, leaves, _machine(value.get("machine")))
+        products = _products(value.get(PRODUCTS, []))
+        if mode == "fast" and products:
+            raise ValueError(f"its numerics are fast and have {PRODUCTS}, as exact ones have")
+        return cls(mode, leaves, _machine(value.get("machine")), triton_products=products)
 
     @classmethod
     def of_version_1(cls, value: Any) -> RecordedNumerics:
@@ -103,6 +121,12 @@ def _leaves(value: Any) -> dict[str, Leaf]:
         if not is_plain(name) or not (leaf is None or all(map(_is_count, numbers))):
             raise ValueError(f"the leaf {shown(name)} of its numerics is {shown(leaf)}, no number of items and block")
     return dict(value)
+
+
+def _products(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) and each in PRODUCT_FORMS for each in value):
+        raise ValueError(f"the {PRODUCTS} of its numerics are {shown(value)}, no list of {', '.join(PRODUCT_FORMS)}")
+    return in_order(value)
 
 
 def _machine(value: Any) -> dict[str, str]:

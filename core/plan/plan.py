@@ -484,7 +484,8 @@ def recorded_numerics(plan: AnyPlan, machine: Mapping[str, str] | None = None) -
     if plan.numerics.mode == "exact":
         for part in plan.parts:
             leaves |= {part.name_in_run(name): leaf for name, leaf in asdict(part.leaf_sizes).items()}
-    return RecordedNumerics(plan.numerics.mode, leaves, machine or {})
+    products = plan.numerics.kernel_forms if plan.numerics.mode == "exact" else ()
+    return RecordedNumerics(plan.numerics.mode, leaves, machine or {}, triton_products=products)
 
 
 def only_model(plan: AnyPlan, option: str) -> Plan:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ..base.bounds import DEVICES, FACTOR, LAYERS, SEQUENCES, TABLE, TOKENS, Bound
 from ..base.option import Bounded, noun, option
+from ..layout.products import PRODUCT_FORMS, in_order
 from ..schedule import CATALOG
 from .stacks import STACKS
 
@@ -325,6 +326,10 @@ class ScheduleChoice(Bounded, section="schedule"):
     )
 
 
+ALL_PRODUCTS, NO_PRODUCTS = "all", "none"
+"""In `numerics.triton_products`: every form, and not one."""
+
+
 @noun()
 class Numerics(Bounded, section="numerics"):
     """`exact` makes bits independent of the layout; `fast` uses the library's products and collectives.
@@ -369,6 +374,25 @@ class Numerics(Bounded, section="numerics"):
         default_note="fine enough for every tp up to 8",
         read_by="core.plan.plan",
     )
+    triton_products: tuple[str, ...] | None = option(
+        "exact: products by our Triton kernels; the others are the library's",
+        default=None,
+        choices=(NO_PRODUCTS, ALL_PRODUCTS, *PRODUCT_FORMS),
+        default_note="measured on each GPU at the start; none on processors",
+        more=(
+            "Bits are others, so the choice is recorded with them. `none` leaves all of them to the library. "
+            "On processors the kernels are interpreted, where TRITON_INTERPRET=1 is set: for tiny models."
+        ),
+        read_by="backend.numerics.product_choice",
+    )
+
+    @property
+    def kernel_forms(self) -> tuple[str, ...]:
+        """The `PRODUCT_FORMS` that our kernels make; none where that is still to be measured."""
+        given = self.triton_products or ()
+        if NO_PRODUCTS in given:
+            return ()
+        return PRODUCT_FORMS if ALL_PRODUCTS in given else in_order(given)
 
 
 @noun()

@@ -16,10 +16,17 @@ class Origin(TypedDict):
     source: str
 
 
-def report_provenance(cluster: ClusterSpec, profile: Profile) -> dict[str, Origin]:
+EXACT_NUMERICS = (
+    "priced as fast ones, whoever makes their products (numerics.triton_products): tiles and sums by trees are left out"
+)
+"""What is said of the seconds of a plan in exact numerics."""
+
+
+def report_provenance(cluster: ClusterSpec, profile: Profile, *, exact: bool = False) -> dict[str, Origin]:
     """Class of numbers -> origin, for `provenance` of the reports; `cluster.*` repeats the sources of the
-    cluster's own fields."""
-    return dict(_origins(cluster, profile))
+    cluster's own fields. `exact` numerics have an entry of their own."""
+    numerics = {"exact_numerics": _origin("modelled", EXACT_NUMERICS)} if exact else {}
+    return {**_origins(cluster, profile), **numerics}
 
 
 @lru_cache(maxsize=16)

@@ -246,7 +246,7 @@ def report_of(
         "num_parameters": plan.num_parameters,
         "num_devices": num_devices,
         **({"modules": module_reports(plan, peaks)} if isinstance(plan, ModularPlan) else {}),
-        "provenance": report_provenance(plan.cluster, profile_of(plan.parts[-1])),
+        "provenance": report_provenance(plan.cluster, profile_of(plan.parts[-1]), exact=plan.numerics.mode == "exact"),
     }
 
 

@@ -82,6 +82,7 @@ CHECKS = (
     Check(
         "gpu-exact-products", "our exact products", "gpu_products:exact_products", 120, a_gpu_and_triton, on_gpu=True
     ),
+    Check("gpu-product-choice", "who makes products of exact training", "gpu_choices:choices", 120, a_gpu, on_gpu=True),
     Check("gpu-kernels", "our kernels' cases on GPUs", "gpu_kernels:cases", 120, meeting_gpus, (OVERLAP,), True),
     Check("gpu-barriers", "rounds of our barrier", "gpu_kernels:barriers", 120, meeting_gpus, (OVERLAP,), True),
     Check("gpu-capture", "capture and replay with peers", "gpu_kernels:capture", 120, meeting_gpus, (OVERLAP,), True),

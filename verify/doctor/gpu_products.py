@@ -89,7 +89,7 @@ def _of_experts(products: ExactProducts, some: Callable[..., Tensor], sizes: Siz
     groups = [(0, 0, first), (2, first, second), (3, second, tokens)]
     projected = products.project_experts(x, weights, groups)
     contracted = products.contract_experts(y, weights, groups, leaf, nodes)[0]
-    gradients = products.expert_weight_gradient(y, x, groups)
+    gradients = products.expert_weight_gradient(y, x, groups, tokens)
     for number, (expert, begin, end) in enumerate(groups):
         rows = slice(begin, end)
         gradient = products.weight_gradient(y[None, rows], x[None, rows], end - begin, [(0, 1)])

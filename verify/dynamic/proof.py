@@ -20,6 +20,7 @@ from ...backend.unsupported import unsupported
 from ...core.base.digest import to_hex
 from ...core.base.errors import MissingExtraError, PlanError
 from ...core.base.findings import Finding
+from ...core.layout.products import ProductChoices, choices_text
 from ...core.plan.plan import AnyPlan, Plan, only_model
 from ...core.plan.sections import DataParallel
 from ..causes.describe import (
@@ -40,6 +41,7 @@ from ..run.proof_run import (
     ProofJob,
     Scenario,
     TransportName,
+    chosen_products,
     one_device,
     probed,
     run_ledger,
@@ -60,12 +62,14 @@ Device = Literal["cpu", "cuda"]
 @dataclass(frozen=True)
 class Proof:
     """What a proof found. `report` has the JSON keys of `verify --json`, `findings` are those of the last floor that
-    was asked, `changes` say how the twin differs from the plan. `static` are the floors before the dynamic one."""
+    was asked, `changes` say how the twin differs from the plan. `static` are the floors before the dynamic one.
+    `products` says who made which products, where our kernels or a GPU made some."""
 
     report: dict[str, Any]
     findings: tuple[Finding, ...]
     changes: tuple[str, ...]
     static: StaticProof
+    products: str = ""
 
     @property
     def ok(self) -> bool:
@@ -92,6 +96,8 @@ class Proof:
             devices_words(report["num_modules"]),
         )
         lines.append(f"{ranks} against {devices}, {count_words(report['steps'], 'step')}, loss {losses}.")
+        if self.products:
+            lines.append(self.products)
         if report["reference"] is not None:
             lines.append(reference_words(report["reference"]))
         compared = count_words(report["tensors_compared"], "tensor")
@@ -159,6 +165,7 @@ def prove(
         from ...backend.base.environment import check_devices  # imports torch
 
         check_devices(small.world_size if transport in ON_GPUS else 1)
+    small, products = chosen_products(small, device)
     one = one_device(small)
     assumptions = probed(one, device)
     job = ProofJob(small, steps, block=block, scenario=scenario, device=device)
@@ -166,7 +173,9 @@ def prove(
     reference, checked = (references or _REFERENCES).of(replace(job, plan=one))
     progress(f"{small.world_size} ranks over {transport}: {steps} steps")
     run, differences = run_against(reference, replace(job, fault=fault), transport, progress=progress)
-    proof = _proof(static, small, steps, transport, changes, reference, checked, run, differences, assumptions)
+    proof = _proof(
+        static, small, steps, transport, changes, reference, checked, run, differences, assumptions, products
+    )
     if plan.numerics.mode == "exact" or not proof.ok or small.precision.dtype == "fp16" or not isinstance(small, Plan):
         return proof
     progress(
@@ -241,6 +250,7 @@ def _proof(
     run: RunLedger,
     differences: Sequence[Difference],
     assumptions: Mapping[str, Finding | None],
+    products: ProductChoices,
 ) -> Proof:
     broken = [finding for finding in assumptions.values() if finding is not None]
     leaves = {part.name: asdict(part.leaf_sizes) for part in plan.parts}
@@ -263,10 +273,12 @@ def _proof(
         "reference": checked.report if checked else None,
         "twin": list(changes),
         "leaf_sizes": leaves.get("", leaves),
+        "products": {form: {"by": choice.by, "why": choice.why} for form, choice in products.items()},
         "fingerprint": _fingerprint(reference),
         "fast": None,
     }
-    return Proof(report, findings, tuple(changes), static)
+    is_said = transport in ON_GPUS or any(choice.kernels for choice in products.values())
+    return Proof(report, findings, tuple(changes), static, choices_text(products) if is_said else "")
 
 
 def _fingerprint(ledger: RunLedger) -> str:

@@ -157,7 +157,7 @@ def expert_weight_gradient(call: Call) -> int:
     groups = groups_of(n)
     runs = [last - first for _, first, last in sorted(groups, key=lambda rows: rows[1:])]
     x, y = call.operand(n, c, along=0, runs=runs), call.operand(n, f, along=0, runs=runs)
-    got = call.products.expert_weight_gradient(call.placed(x), call.placed(y), groups)
+    got = call.products.expert_weight_gradient(call.placed(x), call.placed(y), groups, n)
     return sum(
         call.wrong(got[number, None], x[first:last].T, y[first:last], n, ((0, 1),))
         for number, (_, first, last) in enumerate(groups)

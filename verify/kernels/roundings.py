@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ...backend.kernels.bf16_bits import narrowed, widened
+
 Array = np.ndarray
 QUIET_NAN = np.uint32(0x7FFFFFFF)
 
@@ -19,20 +21,6 @@ def canonical_nan(values: Array) -> Array:
     """float32 `values` with the NaN of a GPU for each NaN."""
     is_nan = np.isnan(values)
     return np.where(is_nan, QUIET_NAN.view(np.float32), values) if is_nan.any() else values
-
-
-def widened(bits: Array) -> Array:
-    """The float32 values of bf16 `bits` (uint16)."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def narrowed(values: Array) -> Array:
-    """The bf16 bits (uint16) of float32 `values`."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    rounded = ((bits + half) >> np.uint32(16)).astype(np.uint16)
-    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.where(is_nan, np.uint16(0x7FFF), rounded).reshape(np.shape(values))
 
 
 def half_widened(bits: Array) -> Array:

@@ -22,6 +22,7 @@ from ...backend.launching.launch import scratch_folder as scratch_folder  # of t
 from ...core.base.errors import PlanError, RankFailure
 from ...core.base.findings import Finding
 from ...core.layout.layout import Layout
+from ...core.layout.products import ProductChoices
 from ...core.machine.variation import NO_VARIATION
 from ...core.plan.plan import AnyPlan, ModularPlan, Plan
 from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
@@ -141,6 +142,16 @@ def _uncut(plan: ModularPlan) -> ModularPlan:
         data_parallel=DataParallel(),
         variation=NO_VARIATION,
     )
+
+
+def chosen_products(plan: AnyPlan, device: str) -> tuple[AnyPlan, ProductChoices]:
+    """The plan with who makes which product chosen on a device, and why; in a process that has torch. Raises
+    `PlanError` where the plan asks for kernels that cannot run there."""
+    import torch
+
+    from ...backend.numerics.product_choice import choose
+
+    return choose(plan, torch.device(device))
 
 
 def probe_rank(transport: Transport, plan: Plan) -> dict[str, Finding | None]:

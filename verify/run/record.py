@@ -18,6 +18,10 @@ class LedgerObservers:
     plan: AnyPlan
     folder: Path
 
+    def of_run(self, plan: AnyPlan) -> LedgerObservers:
+        """Those of the plan as it is run, which is what a ledger records."""
+        return LedgerObservers(plan, self.folder)
+
     def __call__(self, global_rank: int) -> FileLedger:
         """The writer of one rank's file."""
         import torch

@@ -32,6 +32,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import PlanError, RankFailure
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.layout import Layout
+from shardproof.core.layout.recorded_numerics import PRODUCTS
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
@@ -362,7 +363,7 @@ def saved_by(plan: Plan, steps: int = SAVED, *, version: int = 2) -> Path:
     state = {"steps": steps, "samples": steps * plan.batch.global_size, "problem": problem_of(plan)}
     record = recorded_numerics(plan)
     if version == 1:
-        state["problem"]["numerics"] = record.pinned
+        state["problem"]["numerics"] = {name: value for name, value in record.pinned.items() if name != PRODUCTS}
     else:
         state["numerics"] = {**record.to_json(), "version": version}
     (path / "state.json").write_text(json.dumps(state))
@@ -412,6 +413,23 @@ def test_other_leaves_are_named_whichever_version_recorded_them(tmp_path, versio
     changes = Trainer(other, resume=True).resumption.changes
     assert f"numerics.gradient_token_block={block // 2}, saved with {block}" in changes
     assert Trainer(plan, resume=True).resumption.changes == ()
+
+
+def test_a_checkpoint_whose_products_were_made_otherwise_says_so_and_how_to_have_its_bits(tmp_path, capfd):
+    plan = tiny(tmp_path / "run", steps=2)
+    train(replace(plan, train=replace(plan.train, steps=1)))
+    (path,) = (saved.path for saved in saved_in(tmp_path / "run"))
+    state = json.loads((path / "state.json").read_text())
+    state["numerics"][PRODUCTS] = ["contract"]
+    (path / "state.json").write_text(json.dumps(state))
+    without_format(path)
+    (path / INDEX_FILE).unlink()
+    assert Trainer(plan, resume=True).resumption.changes == ()  # ranks choose products, and say it
+    train(plan, resume=path)
+    assert (
+        'was saved with numerics.triton_products=["contract"], and this run has [], so bits will differ from that '
+        'run\'s. Set numerics.triton_products=["contract"] to have its bits.'
+    ) in capfd.readouterr().err
 
 
 def test_a_checkpoint_of_another_machine_says_so(tmp_path, capfd):

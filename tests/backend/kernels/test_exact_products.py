@@ -60,7 +60,7 @@ def test_nothing_is_launched_without_rows() -> None:
     products = ExactProducts(launched, 4)
     assert products.project(torch.ones(0, 4), torch.ones(3, 4)).shape == (0, 3)
     assert products.project_experts(torch.ones(0, 4), torch.ones(2, 3, 4), [(0, 0, 0)]).shape == (0, 3)
-    assert products.expert_weight_gradient(torch.ones(0, 4), torch.ones(0, 3), []).shape == (0, 4, 3)
+    assert products.expert_weight_gradient(torch.ones(0, 4), torch.ones(0, 3), [], 1).shape == (0, 4, 3)
     assert launched.launches == []
 
 

@@ -7,6 +7,7 @@ import torch
 
 from helpers.plans import product_plan
 from shardproof.backend.numerics import probe as probe_module
+from shardproof.backend.numerics import tile_probe
 from shardproof.backend.numerics.probe import PROBES, probe
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
@@ -33,13 +34,13 @@ def test_a_kernel_that_depends_on_its_neighbours_is_named(monkeypatch):
 
 
 def test_a_product_whose_bits_depend_on_strides_is_named(monkeypatch):
-    multiply_into = probe_module.multiply_into
+    multiply_into = tile_probe.multiply_into
 
     def biased(out, left, right):
         multiply_into(out, left, right)
         out.mul_(out.stride(0))
 
-    monkeypatch.setattr(probe_module, "multiply_into", biased)
+    monkeypatch.setattr(tile_probe, "multiply_into", biased)
     assert [finding.rule for finding in probe(plan_of("tiny-gpt", 16))] == ["product-alignment"]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardproof.backend.numerics import FastNumerics, OwnedLeaves
-from shardproof.backend.numerics.expert_rows import ExpertRows, RowGroup
+from shardproof.backend.numerics.row_groups import ExpertRows, RowGroup
 from shardproof.backend.numerics.token_product import ROWS_AT_ONCE, TokenProduct
 from shardproof.backend.ranks.live_memory import LiveMeter
 from shardproof.core.layout.leaves import Leaves

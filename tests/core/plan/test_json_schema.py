@@ -117,7 +117,7 @@ VALUES += (["tp"], {}, {"bf16": 1e14}, {"bf16": 0}, {"bf16": "x"}, {"tp": 4})
 @pytest.mark.parametrize("key", [*KEYS, *MODULE_KEYS], ids=lambda key: key.dotted)
 def test_what_the_reader_takes_is_valid_and_a_wrong_type_is_neither(key: Key) -> None:
     schema = SCHEMA["properties"]["modules"]["items"] if key.section == "modules" else SCHEMA["$defs"][key.section]
-    legal = [*VALUES, *key.choices]
+    legal = [*VALUES, *key.choices, *([choice] for choice in key.choices)]
     taken = [value for value in legal if not key_complaint(key, value)]
     valid = [value for value in legal if not list(problems(schema["properties"][key.name], value))]
     assert taken and [value for value in taken if value not in valid] == []
