@@ -58,7 +58,14 @@ GRAPH_CHANGES = (
         BITS,
         "tp2-pp2",
     ),
-    Change("the number of the step is captured", graphs, "_like", _bakes_step(graphs._like), BITS, "tp2-pp2"),
+    Change(
+        "the number of the step is captured",
+        graphs,
+        "own_microbatch",
+        _bakes_step(graphs.own_microbatch),
+        BITS,
+        "tp2-pp2",
+    ),
     Change(
         "keys of draws are not those of the step", draw_keys.DrawKeys, "fill", lambda keys, step: None, BITS, "tp2-pp2"
     ),
