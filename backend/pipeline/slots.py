@@ -1,4 +1,5 @@
-"""`slots_of`: which microbatches of a stage may use the same memory, one after the other."""
+"""Which microbatches of a stage, and which stages of a rank, may use the same memory, one after the other: `slots_of`,
+`places_of`."""
 
 from __future__ import annotations
 
@@ -28,3 +29,29 @@ def slots_of(row: Iterable[Action]) -> Mapping[int, Mapping[int, int]]:
         elif action.kind in (Kind.B, Kind.W):
             taken[stage].remove(slots[stage][microbatch])
     return slots
+
+
+def places_of(*rows: Iterable[Action]) -> Mapping[int, int]:
+    """By stage a number from 0: that of no other stage whose weights are together at the same time (UNSHARD to RESHARD)
+    in any of a rank's rows.
+
+    >>> row = [Action.from_str(each) for each in "0UNSHARD 0F0 2UNSHARD 0RESHARD 4UNSHARD 2F0 2RESHARD".split()]
+    >>> places_of(row)
+    {0: 0, 2: 1, 4: 0}
+    """
+    meets: dict[int, set[int]] = {}
+    for row in rows:
+        together: set[int] = set()
+        for action in row:
+            if action.kind is Kind.UNSHARD:
+                for other in together:
+                    meets[other].add(action.stage)
+                together.add(action.stage)
+                meets.setdefault(action.stage, set()).update(together - {action.stage})
+            elif action.kind is Kind.RESHARD:
+                together.discard(action.stage)
+    places: dict[int, int] = {}
+    for stage, others in meets.items():
+        taken = {places[other] for other in others if other in places}
+        places[stage] = next(number for number in range(len(taken) + 1) if number not in taken)
+    return places

@@ -32,6 +32,7 @@ from ..base.streams import used_here
 from ..data_parallel.base import DataParallel
 from ..data_parallel.copies import open_copies
 from ..data_parallel.early import EarlyReduction
+from ..data_parallel.gather_memory import gather_in_place
 from ..data_parallel.late import LateGather
 from ..data_parallel.observed import observed
 from ..data_parallel.replicated import ReplicatedStage
@@ -51,7 +52,7 @@ from ..pipeline.graphs import StepGraphs
 from ..pipeline.messages import Clock, MessageChannel
 from ..pipeline.overlap import PairRunner
 from ..pipeline.row_messages import row_order_of
-from ..pipeline.slots import slots_of
+from ..pipeline.slots import places_of, slots_of
 from ..tensor_parallel.context import DTYPES
 from ..tensor_parallel.exchange import ExpertGroups
 from ..transport.base import Transport
@@ -172,9 +173,7 @@ class TrainingRank:
             graphs=self.graphs,
         )
         if self.layer_graphs is not None:
-            for stage, slots in slots_of(self.executor.row).items():
-                context = self.stages[stage].context
-                context.parts = StageParts(self.layer_graphs, context, slots)
+            self._capture_layers(self.layer_graphs)
         self.loss_scale = LossScale.of(plan.precision)
         self.skips_not_finite = False
         """Whether a step whose numbers are not finite is skipped in any format: a proof shows what came
@@ -194,6 +193,15 @@ class TrainingRank:
         """What brings back the host's side of a walk, as it is now: which sums STEP takes. For replays of it."""
         reduced = dict(self._reduced)
         return lambda: self._reduced.update(reduced)
+
+    def _capture_layers(self, graphs: LayerGraphs) -> None:
+        row = self.executor.row
+        for stage, slots in slots_of(row).items():
+            context = self.stages[stage].context
+            context.parts = StageParts(graphs, context, slots)
+        sharded = {stage: own for stage, own in self.data_parallel.items() if isinstance(own, ShardedStage)}
+        if self.plan.layout.zero == 3:
+            gather_in_place(sharded, places_of(row, self.executor.forward_row))
 
     def _walk(self, name: str, step: int | None = None, *, replayed: bool = True) -> AbstractContextManager[None]:
         """Around what a rank does with its row, but for STEP of it in training."""

@@ -24,7 +24,8 @@ SCOPES: tuple[Literal["step", "layer"], ...] = ("step", "layer")
 
 @dataclass(frozen=True)
 class Replayed:
-    """How often each walk, or each kind of a layer's work, was captured, and what differs by even a bit from steps without graphs, in words."""
+    """How often each walk, or each kind of a layer's work, was captured, and what differs by even a bit from steps
+    without graphs, in words."""
 
     captures: Mapping[str, int]
     different: tuple[str, ...]

@@ -138,3 +138,34 @@ GRAPH_PLANS = {
     ),
 }
 """Small plans whose steps are captured; the first is that of all changes. Three steps are replayed after the first."""
+
+_DROPS = "hidden_dropout = 0.1"
+_ZERO_BUBBLE = '[schedule]\nname = "ZBH1"\n[data_parallel]'
+_SELECTIVE = '[recompute]\nmode = "selective"\nmodules = ["core_attn", "norm", "mlp_act"]\n[train]'
+_EXPERTS = f"""{_DROPS}
+num_experts = 4
+experts_per_token = 2
+expert_bias = true
+num_shared_experts = 1
+num_mtp_layers = 1"""
+_ONE_STAGE = '[schedule]\nname = "Interleaved1F1B"\nmax_active_stages = 1\n[data_parallel]'
+_BY_LAYER = 'cuda_graphs = true\ncuda_graph_scope = "layer"'
+
+
+def _by_layer(microbatches: int, **parts: Any) -> str:
+    text = _graphed(**parts).replace("cuda_graphs = true", _BY_LAYER)
+    return text.replace(f"global = {parts['ranks']}", f"global = {microbatches}")
+
+
+LAYER_PLANS = {
+    "layer-tp2-pp2": _by_layer(4, model=_DROPOUT, ranks=4, layout="tp = 2\npp = 2"),
+    "layer-zero-bubble": _by_layer(4, model=_DROPS, ranks=2, layout="pp = 2")
+    .replace("[data_parallel]", _ZERO_BUBBLE)
+    .replace("[train]", _SELECTIVE),
+    "layer-experts": _by_layer(4, model=_EXPERTS, ranks=2, layout="dp = 2\nep = 2"),
+    "layer-zero3": _by_layer(4, ranks=4, layout="pp = 2\nvpp = 2\ndp = 2\nzero = 3").replace(
+        "[data_parallel]", _ONE_STAGE
+    ),
+}
+"""The same whose layers are captured: dropout, a split backward with recomputation, experts with a shared one and
+multi-token prediction, weights that rest in parts."""

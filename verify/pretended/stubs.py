@@ -230,7 +230,7 @@ class CUDAGraph:
         stream = torch.accelerator.current_stream()
         if stream.stream_id == 0:
             raise RuntimeError("the default stream cannot be captured")
-        others = [each.native_id for each in threading.enumerate() if each is not threading.current_thread()]
+        others = [_number_of(each) for each in threading.enumerate() if each is not threading.current_thread()]
         self.number = library.pretended_capture_begin(
             ctypes.c_int64(stream.stream_id), ctypes.c_int64(self._pool[1]), *_ids_of(others)
         )
@@ -273,6 +273,13 @@ class CUDAGraph:
             *_ids_of(writes),
         )
         self._calls[number] = work
+
+
+def _number_of(thread: threading.Thread) -> int:
+    """The system's, which one that is just being started does not have yet."""
+    while thread.native_id is None:
+        time.sleep(0)
+    return thread.native_id
 
 
 def _ids_of(ids: Sequence[int]) -> tuple[Any, Any]:
