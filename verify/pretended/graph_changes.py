@@ -3,14 +3,15 @@ or bits that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...backend.base import draw_keys
+from ...backend.base import draw_keys, recorder
 from ...backend.gradients import not_finite
 from ...backend.pipeline import graphs, messages
-from ...backend.ranks import training_rank
+from ...backend.pipeline.slots import slots_of
+from ...backend.ranks import graphed_part, layer_graphs, training_rank
 from ...backend.tensor_parallel import context
 from ...backend.tensor_parallel.data import context_positions
 from .changes import EARLY, TOP, Change
@@ -118,6 +119,141 @@ GRAPH_CHANGES = (
         "tp2-pp2",
     ),
 )
+
+
+def _one_slot(row: Any) -> Mapping[int, Mapping[int, int]]:
+    return {stage: dict.fromkeys(slots, 0) for stage, slots in slots_of(row).items()}
+
+
+def _copies_alone(slot: Any) -> None:
+    graphs.copy_into([slot.taken], [replace(slot.own, place=None)])
+
+
+def _one_late(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def replayed(part: Any, microbatch: Any, gradients: Any) -> Any:
+        before = [own.clone() for own in part._gradients] if part._backwards else gradients
+        found = backward(part, microbatch, before)
+        for own, gradient in zip(part._gradients, gradients, strict=True):
+            own.copy_(gradient)
+        return found
+
+    return replayed
+
+
+def _adds_once(give: Callable[..., None]) -> Callable[..., None]:
+    captured: list[Any] = []  # compared by what they are
+
+    def given(part: Any, own: Any, microbatch: Any) -> None:
+        is_new = not any(each is own for each in captured)
+        captured.append(own)
+        give(part, own if is_new else [], microbatch)
+
+    return given
+
+
+def _lets_go(capture: Callable[..., Any]) -> Callable[..., Any]:
+    def captured(part: Any, deferring: bool) -> Any:
+        found = capture(part, deferring)
+        part._outputs = [output.detach() for output in part._outputs]
+        return found
+
+    return captured
+
+
+def _as_it_lies(contribution: Any) -> Any:
+    return contribution
+
+
+def _nothing(*given: Any) -> None:
+    """Does nothing."""
+
+
+_Part = graphed_part.GraphedPart
+
+LAYER_CHANGES = (
+    Change(
+        "two microbatches in flight have one slot",
+        training_rank,
+        "slots_of",
+        _one_slot,
+        "before the weight gradients of microbatch",
+        "layer-zero-bubble",
+    ),
+    Change("keys of layers are not filled", layer_graphs.LayerGraphs, "fill_keys", _nothing, BITS, "layer-zero-bubble"),
+    Change(
+        "layers draw for no microbatch of their own",
+        layer_graphs._Slot,
+        "_take",
+        _copies_alone,
+        BITS,
+        "layer-zero-bubble",
+    ),
+    Change(
+        "the host makes positions while a layer is captured",
+        context.LayerContext,
+        "places",
+        _copied_places,
+        "the host waits: a copy between host and device in 0F0",
+        "layer-zero-bubble",
+    ),
+    Change(
+        "a backward is replayed before its gradient has come",
+        _Part,
+        "backward",
+        _one_late(_Part.backward),
+        BITS,
+        "layer-zero-bubble",
+    ),
+    Change(
+        "gradients are added when they are captured, not when they are replayed",
+        _Part,
+        "_give",
+        _adds_once(_Part._give),
+        BITS,
+        "layer-zero-bubble",
+    ),
+    Change(
+        "gradients are added up where graphs write them",
+        graphed_part,
+        "own_contribution",
+        _as_it_lies,
+        BITS,
+        "layer-zero-bubble",
+    ),
+    Change(
+        "what a backward needs is given to others once it is captured",
+        _Part,
+        "_capture_backward",
+        _lets_go(_Part._capture_backward),
+        BITS,
+        "layer-experts",
+    ),
+    Change(
+        "a stage sends from where a graph writes",
+        layer_graphs.StageParts,
+        "leave",
+        lambda parts, x_BSH: x_BSH,
+        "written-while-read",
+        "layer-zero-bubble",
+    ),
+    Change(
+        "what is replayed is not recorded",
+        recorder.Recorder,
+        "repeat",
+        _nothing,
+        "other-than-program",
+        "layer-zero-bubble",
+    ),
+    Change(
+        "weights that rest in parts come together anywhere",
+        training_rank,
+        "gather_in_place",
+        _nothing,
+        "has been let go of since",
+        "layer-zero3",
+    ),
+)
+"""What may be wrong with captured layers; a rule is `BITS`, a rule of `Examined.rules`, or words of the error."""
 
 _GRAPHS = "[runtime]\ncuda_graphs = true\ncuda_graph_warmup_steps = 1\n[train]"
 _DROPOUT = "hidden_dropout = 0.1\nattention_dropout = 0.1"
