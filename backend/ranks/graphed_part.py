@@ -90,7 +90,7 @@ class GraphedPart:
     ):
         """Captures the forward, with what a backward needs where gradients are enabled."""
         self._graphs, self._context, self._slot, self._name = graphs, context, slot, name
-        self._inputs = [self._kept(tensor) for tensor in tensors]
+        self._inputs = [self._place_of(tensor) for tensor in tensors]
         self._copied = [tensor.data_ptr() != own.data_ptr() for tensor, own in zip(tensors, self._inputs, strict=True)]
         self._differentiable = torch.is_grad_enabled()
         # `data`: autograd does not hear of what is copied there
@@ -104,7 +104,8 @@ class GraphedPart:
                 made = function(*self._leaves)
             self._outputs: list[Tensor] = [made] if isinstance(made, Tensor) else list(made)
 
-        self._forward = self._capture(kind, work)
+        with torch.set_grad_enabled(self._differentiable):
+            self._forward = self._capture(kind, work)
         self._is_one = len(self._outputs) == 1
         slot.addresses.update(output.data_ptr() for output in self._outputs)
         self._gradients = [torch.empty_like(output) for output in self._outputs] if self._differentiable else []
@@ -166,7 +167,8 @@ class GraphedPart:
                 inputs.append(leaf.grad)
                 leaf.grad = None
 
-        recorded = self._capture("I" if deferring else "B", work)
+        with torch.no_grad():
+            recorded = self._capture("I" if deferring else "B", work)
         self._slot.addresses.update(each.data_ptr() for each in inputs if each is not None)
         return _Backward(recorded, inputs, given, works)
 
@@ -179,7 +181,8 @@ class GraphedPart:
             def work() -> None:
                 given.extend(self._computed(self._backwards[True].works))
 
-            self._weights = self._capture("W", work), given
+            with torch.no_grad():
+                self._weights = self._capture("W", work), given
         recorded, given = self._weights
         self._replay(recorded, is_new=is_new)
         self._give(given, microbatch)
@@ -198,7 +201,7 @@ class GraphedPart:
                 self._context.gradients.add(usage, microbatch.first_sample, own_contribution(contribution))
         self._in_flight = None
 
-    def _kept(self, tensor: Tensor) -> Tensor:
+    def _place_of(self, tensor: Tensor) -> Tensor:
         """Where a graph finds what a tensor is."""
         if tensor.data_ptr() in self._slot.addresses:
             return tensor.detach()
@@ -207,7 +210,7 @@ class GraphedPart:
     def _capture(self, kind: str, work: Callable[[], None]) -> _Recorded:
         recorder = self._context.recorder
         first, action = len(recorder.events), recorder.scope[0]
-        with self._graphs.captured(kind) as graph, torch.set_grad_enabled(self._differentiable):
+        with self._graphs.captured(kind) as graph:
             work()
         operations = tuple(operation for of, operation in recorder.events[first:] if of == action)
         return _Recorded(graph, operations, self._graphs.shown())

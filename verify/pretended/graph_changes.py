@@ -225,7 +225,7 @@ LAYER_CHANGES = (
         _Part,
         "_capture_backward",
         _lets_go(_Part._capture_backward),
-        BITS,
+        "which are no finite numbers",
         "layer-experts",
     ),
     Change(

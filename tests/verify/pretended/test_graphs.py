@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.core.base.errors import InternalError
 from shardproof.core.plan.plan import Plan
 from shardproof.verify.pretended.changes import Change
 from shardproof.verify.pretended.environment import environment
@@ -182,7 +183,11 @@ def test_replays_have_the_bits_of_one_device_and_no_race(plan: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("change", [pytest.param(each, id=each.what) for each in (*GRAPH_CHANGES, *LAYER_CHANGES)])
 def test_what_is_made_wrong_with_a_capture_is_found(change: Change) -> None:
-    found = examined(Plan.from_toml(PLANS[change.plan]), steps=3, change=change.what)
+    try:
+        found = examined(Plan.from_toml(PLANS[change.plan]), steps=3, change=change.what)
+    except InternalError as error:  # what training itself finds, in fast numerics
+        assert change.rule in str(error)
+        return
     if change.rule == BITS:
         assert found.bits_different
     else:
