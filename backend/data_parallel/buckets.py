@@ -114,8 +114,11 @@ class FlatBucket:
         """Brings the weights of all copies together, where they rest in parts: one all-gather
         of parts of one length."""
         if self.rests_in_parts:
-            new = self.memory is None
-            self.weights = torch.empty(len(self), dtype=self.dtype, device=self.master.device) if new else self.memory
+            self.weights = (
+                torch.empty(len(self), dtype=self.dtype, device=self.master.device)
+                if self.memory is None
+                else self.memory
+            )
             self._bring()
             self._lend()
 
