@@ -132,16 +132,47 @@ def _unsupported_trimming(plan: Plan) -> Iterator[tuple[bool, str, str]]:
 
 
 def unsupported_graphs(plan: Plan) -> Iterator[tuple[bool, str, str]]:
-    """`(wrong, what, instead)` of what the host takes part in, which a captured step cannot ask."""
-    parallel, model = plan.data_parallel, plan.model
-    for wrong, what in (
-        (model.is_moe, "experts, whose tokens the host counts"),
-        (model.num_mtp_layers > 0, "multi-token prediction"),
-        (parallel.library == "torch", 'data_parallel.library="torch"'),
-        (bool(parallel.overlap_param_gather), "data_parallel.overlap_param_gather=true, which begins in STEP"),
-        (plan.layout.zero == 3, "layout.zero=3"),
-    ):
-        yield bool(plan.runtime.cuda_graphs) and wrong, f"runtime.cuda_graphs=true with {what}", "cuda_graphs=false"
+    """`(wrong, what, instead)` of what the host takes part in, which captured work cannot ask."""
+    by_layer, none = plan.runtime.cuda_graph_scope == "layer", "cuda_graphs=false"
+    for wrong, what, instead in (_not_by_layer if by_layer else _not_by_step)(plan):
+        scope = 'cuda_graph_scope="layer"' if by_layer else "cuda_graphs=true"
+        yield bool(plan.runtime.cuda_graphs) and wrong, f"runtime.{scope} with {what}", instead or none
+    library = 'data_parallel.library="torch"'
+    yield (
+        bool(plan.runtime.cuda_graphs) and plan.data_parallel.library == "torch",
+        f"runtime.cuda_graphs=true with {library}",
+        none,
+    )
+    yield (
+        by_layer and not plan.runtime.cuda_graphs,
+        'runtime.cuda_graph_scope="layer" without graphs',
+        "cuda_graphs=true",
+    )
+
+
+def _not_by_step(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    layers = 'cuda_graph_scope="layer" or cuda_graphs=false'
+    gathers_late = "data_parallel.overlap_param_gather=true, which begins in STEP"
+    yield plan.model.is_moe, "experts, whose tokens the host counts", layers
+    yield plan.model.num_mtp_layers > 0, "multi-token prediction", layers
+    yield bool(plan.data_parallel.overlap_param_gather), gathers_late, layers
+    yield plan.layout.zero == 3, "layout.zero=3", layers
+
+
+def _not_by_layer(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    step = 'cuda_graph_scope="step" or cuda_graphs=false'
+    trims, offloads = plan.runtime.trim_padding, plan.offload.activations > 0
+    yield trims, "runtime.trim_padding=true, whose layers have other shapes in every step", step
+    yield (
+        offloads,
+        f"offload.activations={plan.offload.activations}, which is copied layer by layer",
+        "offload.activations=0",
+    )
+    yield (
+        bool(plan.runtime.ep_comm_overlap),
+        "runtime.ep_comm_overlap=true, whose layers run in turns",
+        "ep_comm_overlap=false",
+    )
 
 
 def _unsupported_pairs(plan: Plan) -> list[str]:

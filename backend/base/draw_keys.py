@@ -8,6 +8,8 @@ import hashlib
 import torch
 from torch import Tensor
 
+from .streams import to_device
+
 MOST_OPERATIONS = 4096
 """Operations of one rank that draw: each has a key of 8 bytes."""
 
@@ -31,11 +33,14 @@ class DrawKeys:
         assert place < MOST_OPERATIONS, f"{operation} is the {place}th operation that draws"
         return self._keys[place]
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def fill(self, step: int) -> None:
         """From here on the current stream finds the keys of `step`."""
         if self._places:
             keys = [draw_key(seed, operation, step) for seed, operation in self._places]
-            self._keys[: len(keys)].copy_(torch.tensor(keys, dtype=torch.int64))
+            self._keys[: len(keys)].copy_(to_device(torch.tensor(keys, dtype=torch.int64), self._keys.device))
 
 
 def key_of(seed: int, operation: str, step: int | DrawKeys) -> int | Tensor:

@@ -22,7 +22,9 @@ class Microbatch:
     sequence. `later`, int64 [b, s, k], is what each of k modules of multi-token prediction predicts at a token, the id
     of tokens that do not count where there is nothing to predict; None where there are none. `loss_scale` is what all
     losses are multiplied by before gradients are taken of them. `lengths` are the tokens of each sample up to the last
-    whose target counts, where sequences are padded documents; what follows changes nothing.
+    whose target counts, where sequences are padded documents; what follows changes nothing. `place`, int64 [], is
+    `first_sample` in the memory of a device, where a captured layer finds that of the microbatch that it is replayed
+    for.
     """
 
     index: int
@@ -35,3 +37,9 @@ class Microbatch:
     later: Tensor | None = None
     loss_scale: float | Tensor = 1.0
     lengths: tuple[int, ...] | None = None
+    place: Tensor | None = None
+
+    @property
+    def first_drawn(self) -> int | Tensor:
+        """`first_sample` as random draws count from it, wherever it is."""
+        return self.first_sample if self.place is None else self.place

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
@@ -109,6 +109,11 @@ class Recorder:
         """One collective call; `sent_bytes` left this rank."""
         if self.enabled:
             self.events.append((self._scope.action, Collective(self.current_layer, op, axis, group_size, sent_bytes)))
+
+    def repeat(self, operations: Iterable[tuple[Action | None, Operation]]) -> None:
+        """The same once more: what a replay does of what was recorded when it was captured."""
+        if self.enabled:
+            self.events.extend(operations)
 
     def message(self, action: Action, num_bytes: int) -> None:
         """One point-to-point message."""

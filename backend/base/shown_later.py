@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ class ShownLater:
     def __init__(self, observer: Observer):
         self._observer: Any = observer
         self._shown: list[Show] = []
+        self.meant: Callable[[Microbatch], Microbatch] = lambda microbatch: microbatch
+        """The microbatch that is replayed, by the one that was captured."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._observer, name)
@@ -52,7 +54,10 @@ class ShownLater:
             show(*what, tensor)
             return
         copy = tensor.detach().clone()
-        self._shown.append(lambda: show(*what, copy))
+        self._shown.append(lambda: show(*self._today(what), copy))
+
+    def _today(self, what: Sequence[Any]) -> list[Any]:
+        return [self.meant(each) if isinstance(each, Microbatch) else each for each in what]
 
     def _with_gradient(self, show: Callable[..., None], tensor: Tensor, *what: Any) -> None:
         if not is_captured(tensor.device) or not tensor.requires_grad:
@@ -62,7 +67,7 @@ class ShownLater:
 
         def forward() -> None:
             shown[:] = [copy.detach().requires_grad_()]
-            show(*what, *shown)
+            show(*self._today(what), *shown)
 
         def backward(gradient: Tensor) -> None:
             of_copy = gradient.detach().clone()

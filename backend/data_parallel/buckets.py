@@ -60,6 +60,8 @@ class FlatBucket:
         self.places = list(pairwise(ends))
         self.owned = [owned_interval(ends[-1], group.size, cp, member) for member in range(group.size)]
         self.own = self.owned[group.rank]
+        self.memory: Tensor | None = None
+        """Where `gather` brings the weights together; new memory each time where there is none."""
 
     def __len__(self) -> int:
         return self.places[-1][1] if self.places else 0
@@ -112,7 +114,11 @@ class FlatBucket:
         """Brings the weights of all copies together, where they rest in parts: one all-gather
         of parts of one length."""
         if self.rests_in_parts:
-            self.weights = torch.empty(len(self), dtype=self.dtype, device=self.master.device)
+            self.weights = (
+                torch.empty(len(self), dtype=self.dtype, device=self.master.device)
+                if self.memory is None
+                else self.memory
+            )
             self._bring()
             self._lend()
 

@@ -240,7 +240,7 @@ class DropoutKernel:
         lo, hi = context.plan.leaf_sizes.heads.owned_items(context.tp.size, context.tp.rank)
         inner = context.cp_inner
         first_head = (lo + (hi - lo) // inner.size * inner.rank) * model.query_heads_per_group
-        row = ((self.microbatch.first_sample + sample) * model.num_heads + first_head + head) * sequence + start
+        row = ((self.microbatch.first_drawn + sample) * model.num_heads + first_head + head) * sequence + start
         queries, keys = (torch.arange(size, device=scores.device) for size in scores.shape)
         index = (row + queries.unsqueeze(-1)) * sequence + keys
         assert self.microbatch.step is not None

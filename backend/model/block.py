@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from ..tensor_parallel import (
     WholeLinear,
     hidden_dropout,
     recomputed,
+    recomputed_layer,
 )
 from ..transport.base import Group
 from .attention import Attention
@@ -102,6 +104,11 @@ class BlockContext:
         """An elementwise function of a contiguous tensor, with bits that do not depend on its length."""
         return self._layers.numerics.elementwise(function, x)
 
+    def part(self, name: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        """`function(*tensors)`, during which the host asks the device for nothing: in a layer with experts, what may
+        be captured without them. `name` is its own among all parts of the stage."""
+        return self._layers.part(name, function, *tensors)
+
     def recomputed(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """`function(*tensors)`, which keeps its inputs only and runs again when its backward comes."""
         return recomputed(self._layers, function, *tensors)
@@ -136,6 +143,16 @@ def make_blocks(layers: LayerContext, factory: BlockFactory, numbers: Iterable[i
     return blocks
 
 
+def run_layer(context: LayerContext, layer: int, block: nn.Module, x_BSH: Tensor) -> Tensor:
+    """The transformer layer with this global index, computed again in its backward where the plan says so: one part,
+    unless it has experts, whose tokens the host counts."""
+    run = functools.partial(recomputed_layer, context, layer, block)
+    if context.model.layer_is_moe(layer):
+        return run(x_BSH)
+    made: Tensor = context.part(layer_prefix(layer), run, x_BSH)
+    return made
+
+
 class TransformerBlock(nn.Module):
     """Pre-norm attention and pre-norm MLP, each added to its input (GPT-2, Llama), or both to the input of the one norm
     that they share (GPT-J, Falcon)."""
@@ -150,6 +167,13 @@ class TransformerBlock(nn.Module):
         self.mlp = context.mlp(layer)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
+        x_BSH, normed = self.context.part(f"{self.prefix}.attention", self._attend, x_BSH)
+        transformed = self.mlp(normed)
+        self.context.observe(f"{self.prefix}.mlp", transformed)
+        return x_BSH + self.context.dropout(f"{self.prefix}.mlp", transformed)
+
+    def _attend(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
+        """What the MLP's result is added to, and its input."""
         normed = self.attention_norm(x_BSH)
         self.context.observe(f"{self.prefix}.attention.norm", normed)
         attended = self.attention(normed)
@@ -158,6 +182,4 @@ class TransformerBlock(nn.Module):
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x_BSH)
             self.context.observe(f"{self.prefix}.mlp.norm", normed)
-        transformed = self.mlp(normed)
-        self.context.observe(f"{self.prefix}.mlp", transformed)
-        return x_BSH + self.context.dropout(f"{self.prefix}.mlp", transformed)
+        return x_BSH, normed

@@ -45,7 +45,7 @@ class MoE(nn.Module):
     def _forward(self, x_BSH: Tensor) -> Tensor:
         routed, sent, *shared = self._uses(x_BSH, 2 if self.shared is None else 3)
         y_BSH = self.experts(sent, self.router(routed))
-        return y_BSH if self.shared is None else y_BSH + self.shared(*shared)
+        return y_BSH if self.shared is None else y_BSH + self.context.part(f"{self.name}.shared", self.shared, *shared)
 
     def _uses(self, x_BSH: Tensor, number: int) -> tuple[Tensor, ...]:
         """`x` for its uses, whose gradients are added in this order."""

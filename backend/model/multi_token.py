@@ -28,8 +28,8 @@ from ..tensor_parallel import (
     VocabParallelEmbedding,
     WholeLinear,
     hidden_dropout,
-    recomputed_layer,
 )
+from .block import run_layer
 
 
 class MultiTokenPrediction(nn.Module):
@@ -92,7 +92,7 @@ class _Module(nn.Module):
         joined = torch.cat([self.embedding_norm(embedded_BSH), self.hidden_norm(normed_BSH)], -1)
         x_BSH = self.projection(joined)
         context.observe(f"{self.prefix}.projection", x_BSH)
-        x_BSH = recomputed_layer(context, self.layer, self.block, x_BSH)
+        x_BSH = run_layer(context, self.layer, self.block, x_BSH)
         context.observe(f"{layer_prefix(self.layer)}.output", x_BSH)
         normed_BSH = self.norm(x_BSH)
         losses_BS = self.loss(self.output(normed_BSH), targets_BS)

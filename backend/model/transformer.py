@@ -30,11 +30,10 @@ from ..tensor_parallel import (
     VocabParallelEmbedding,
     WeightWork,
     hidden_dropout,
-    recomputed_layer,
 )
 from ..tensor_parallel.exchange import ExpertGroups
 from ..transport.base import Group
-from .block import BlockFactory, TransformerBlock, make_blocks
+from .block import BlockFactory, TransformerBlock, make_blocks, run_layer
 from .multi_token import MultiTokenPrediction
 from .own_block import check_names
 from .router import Router
@@ -130,10 +129,11 @@ class Stage(nn.Module):
             offload, x_BSH = self._offload(), self._input(microbatch, hidden_BSH)
             for layer, block in zip(self.stage.layers, self.blocks, strict=True):
                 self.context.comes_to(layer_prefix(layer))
-                run = functools.partial(recomputed_layer, self.context, layer, block)
+                run = functools.partial(run_layer, self.context, layer, block)
                 x_BSH = run(x_BSH) if offload is None else offload.layer(run, x_BSH, self.context.keeping)
                 self.context.observe(f"{layer_prefix(layer)}.output", x_BSH)
             output = self._output(microbatch, x_BSH)
+            output = output if self.context.parts is None or self.head is not None else self.context.parts.leave(output)
             if offload is not None:
                 offload.finish(output)
                 if hidden_BSH is not None:  # the first layer has it in host memory; its gradient is all that is asked
@@ -172,7 +172,7 @@ class Stage(nn.Module):
             embedded_BSH: Tensor = self.embedding(microbatch.tokens)
             return embedded_BSH
         assert hidden_BSH is not None, "a stage without embedding needs the hidden states of the one before"
-        return hidden_BSH
+        return hidden_BSH if self.context.parts is None else self.context.parts.enter(hidden_BSH)
 
     def logits(self, microbatch: Microbatch, hidden_BSH: Tensor | None) -> Tensor:
         """Last stage: the logits [b, s, v] of this rank's vocabulary instead of the losses."""

@@ -15,8 +15,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ...core.program import Operation
+from ...core.schedule.action import Action
 from ..base.draw_keys import DrawKeys
 from ..base.microbatch import Microbatch
+from ..base.recorder import Recorder
 from ..base.shown_later import ShownLater
 
 Given = TypeVar("Given")
@@ -36,6 +39,8 @@ class Captured(Generic[Given]):
     given: Given
     restore: Callable[[], None]
     shown: Sequence[Callable[[], None]]
+    recorded: Sequence[tuple[Action | None, Operation]]
+    """What the recorder saw of it."""
 
 
 class StepGraphs:
@@ -52,10 +57,12 @@ class StepGraphs:
         warmup_steps: int,
         *,
         state: Callable[[], Callable[[], None]],
+        recorder: Recorder,
         observer: ShownLater | None = None,
     ):
         """`state()` gives what brings back the host's side of a walk, as it is then."""
         self._device, self._warmup_steps, self._state, self._observer = device, warmup_steps, state, observer
+        self._recorder = recorder
         self._walked: dict[str, int] = {}
         self.captures = Counter[str]()
         """How often each walk was captured, by name."""
@@ -70,11 +77,13 @@ class StepGraphs:
             return walk(microbatches)
         if name in self._captured and self._captured[name].shapes != shapes_of(microbatches):
             self._captured.pop(name).graph.reset()  # before the next one takes memory
-        if name not in self._captured:
+        if is_new := name not in self._captured:
             self._captured[name] = self._capture(name, microbatches, walk)
         captured = self._captured[name]
         self._fill(captured, microbatches)
         captured.graph.replay()
+        if not is_new:
+            self._recorder.repeat(captured.recorded)
         captured.restore()
         for show in captured.shown:
             show()
@@ -82,25 +91,28 @@ class StepGraphs:
 
     def _capture(self, name: str, microbatches: Sequence[Microbatch], walk: Walk[object]) -> Captured[object]:
         keys = DrawKeys(self._device)
-        own = [_like(each, keys, self._device) for each in microbatches]
-        _copy(microbatches, own)
+        own = [own_microbatch(each, keys, self._device) for each in microbatches]
+        copy_into(microbatches, own)
         self.captures[name] += 1
+        first = len(self._recorder.events)
         graph = torch.cuda.CUDAGraph()
         # lanes, and NCCL's own threads, may call what the capturing thread may not
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             given = walk(own)
         shown = () if self._observer is None else self._observer.take()
-        return Captured(graph, shapes_of(microbatches), own, keys, given, self._state(), shown)
+        recorded = self._recorder.events[first:]
+        return Captured(graph, shapes_of(microbatches), own, keys, given, self._state(), shown, recorded)
 
     def _fill(self, captured: Captured[object], microbatches: Sequence[Microbatch]) -> None:
         """Copies what the microbatches have to where the graph reads it."""
-        _copy(microbatches, captured.microbatches)
+        copy_into(microbatches, captured.microbatches)
         step = microbatches[0].step if microbatches else None
         if isinstance(step, int):
             captured.keys.fill(step)
 
 
-def _copy(microbatches: Sequence[Microbatch], own: Sequence[Microbatch]) -> None:
+def copy_into(microbatches: Sequence[Microbatch], own: Sequence[Microbatch]) -> None:
+    """What microbatches have, to where graphs read it."""
     for target, source in zip(own, microbatches, strict=True):
         for to, tensor in zip(_tensors(target), _tensors(source), strict=True):
             to.copy_(tensor)
@@ -130,7 +142,7 @@ def _tensors(microbatch: Microbatch) -> list[Tensor]:
     return [getattr(microbatch, name) for name in _names(microbatch)]
 
 
-def _like(microbatch: Microbatch, keys: DrawKeys, device: torch.device) -> Microbatch:
+def own_microbatch(microbatch: Microbatch, keys: DrawKeys, device: torch.device) -> Microbatch:
     """A microbatch of the same shapes with memory of its own."""
     scale = torch.ones((), device=device) if microbatch.loss_scale != 1.0 else 1.0
     own: dict[str, Any] = {name: torch.empty_like(getattr(microbatch, name)) for name in _names(microbatch)}

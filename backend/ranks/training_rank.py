@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
 
@@ -32,6 +32,7 @@ from ..base.streams import used_here
 from ..data_parallel.base import DataParallel
 from ..data_parallel.copies import open_copies
 from ..data_parallel.early import EarlyReduction
+from ..data_parallel.gather_memory import gather_in_place
 from ..data_parallel.late import LateGather
 from ..data_parallel.observed import observed
 from ..data_parallel.replicated import ReplicatedStage
@@ -51,6 +52,7 @@ from ..pipeline.graphs import StepGraphs
 from ..pipeline.messages import Clock, MessageChannel
 from ..pipeline.overlap import PairRunner
 from ..pipeline.row_messages import row_order_of
+from ..pipeline.slots import places_of, slots_of
 from ..tensor_parallel.context import DTYPES
 from ..tensor_parallel.exchange import ExpertGroups
 from ..transport.base import Transport
@@ -61,6 +63,7 @@ from ..watch.halt import VALIDATION
 from .batches import Batches, whole_shape
 from .graphed import check_graphs
 from .joined import Joined
+from .layer_graphs import LayerGraphs, StageParts
 from .live_memory import LiveMeter
 from .observation import Observation
 from .totals import Totals
@@ -137,9 +140,19 @@ class TrainingRank:
         )
         self.clock = Clock(transport.device)
         warmup_steps = plan.runtime.cuda_graph_warmup_steps
+        by_layer = graphed and plan.runtime.cuda_graph_scope == "layer"
         self.graphs = (
-            StepGraphs(transport.device, warmup_steps, state=self._host_state, observer=later) if graphed else None
+            StepGraphs(
+                transport.device,
+                warmup_steps,
+                state=self._host_state,
+                recorder=transport.recorder,
+                observer=later,
+            )
+            if graphed and not by_layer
+            else None
         )
+        self.layer_graphs = LayerGraphs(transport.device, warmup_steps, observer=later) if by_layer else None
         shape = (plan.batch.micro_size, last - first, plan.model.hidden_size)
         self.executor = Executor(
             schedule if joined is None else joined.schedule,
@@ -159,6 +172,8 @@ class TrainingRank:
             row_order=row_order_of(plan.runtime),
             graphs=self.graphs,
         )
+        if self.layer_graphs is not None:
+            self._capture_layers(self.layer_graphs)
         self.loss_scale = LossScale.of(plan.precision)
         self.skips_not_finite = False
         """Whether a step whose numbers are not finite is skipped in any format: a proof shows what came
@@ -178,6 +193,19 @@ class TrainingRank:
         """What brings back the host's side of a walk, as it is now: which sums STEP takes. For replays of it."""
         reduced = dict(self._reduced)
         return lambda: self._reduced.update(reduced)
+
+    def _capture_layers(self, graphs: LayerGraphs) -> None:
+        row = self.executor.row
+        for stage, slots in slots_of(row).items():
+            context = self.stages[stage].context
+            context.parts = StageParts(graphs, context, slots)
+        sharded = {stage: own for stage, own in self.data_parallel.items() if isinstance(own, ShardedStage)}
+        if self.plan.layout.zero == 3:
+            gather_in_place(sharded, places_of(row, self.executor.forward_row))
+
+    def _walk(self, name: str, step: int | None = None, *, replayed: bool = True) -> AbstractContextManager[None]:
+        """Around what a rank does with its row, but for STEP of it in training."""
+        return nullcontext() if self.layer_graphs is None else self.layer_graphs.walk(name, step, replayed=replayed)
 
     def _line(self, joined: Joined | None, direction: Direction, peer: int, sending: bool) -> MessageChannel:
         """The line to a pipeline rank, or to another module."""
@@ -203,7 +231,9 @@ class TrainingRank:
         self.transport.watch.phase = f"step {step + 1}"
         start_s, scale = perf_counter(), self.loss_scale.value
         numbers: list[float] = []
-        with meter.watch() if meter is not None else nullcontext():
+        measuring = meter.watch() if meter is not None else nullcontext()
+        # who measures the memory of a step sees every operation of it: it is not replayed
+        with measuring, self._walk("training", step, replayed=meter is None):
             trace = self.executor.train(
                 self.batches.training(step, scale),
                 reduce_gradients=self._reduce_gradients,
@@ -230,7 +260,7 @@ class TrainingRank:
         """Mean loss per token of the first held-out global batch, by the forwards of the same pipeline."""
         batch = self.batches.validation()
         self.transport.watch.phase = VALIDATION
-        with self._evaluating():
+        with self._evaluating(), self._walk("validation"):
             trace = self.executor.evaluate(batch, clock=self.clock)
         loss = float(self.totals.mean_loss(trace.token_losses, self.batches.num_counted))
         if not math.isfinite(loss) and not self.skips_not_finite:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -41,8 +41,27 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`precision.dtype` -> the format of hidden states and of the weights that layers compute with."""
 
 
+Collect = Callable[[str, Sequence[tuple[Usage, Callable[[], Contribution]]]], None]
+"""Takes a layer's name, and uses of parameters with what computes one microbatch's gradient of each."""
+
+
+class Parts(Protocol):
+    """Runs the parts of a stage's layers; `backend.ranks.layer_graphs` has one."""
+
+    def run(self, name: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        """`function(*tensors)`."""
+
+    def enter(self, x_BSH: Tensor) -> Tensor:
+        """What comes into a stage, whose gradient leaves it."""
+
+    def leave(self, x_BSH: Tensor) -> Tensor:
+        """What leaves a stage."""
+
+
 class _Running(threading.local):
     """What the current thread runs forward."""
+
+    collect: Collect | None = None
 
     microbatch: Microbatch | None = None
     again: bool = False
@@ -111,6 +130,7 @@ class LayerContext:
         # How often a name was shown in the microbatch that runs: a module that is called twice shows two tensors.
         self._shown_names: tuple[Microbatch | None, Counter[str]] = None, Counter()
         self.comes_to: Callable[[str], None] = lambda part: None
+        self.parts: Parts | None = None
         self._known = {parameter.name: parameter for parameter in parameters(plan.model)}
 
     def has(self, name: str) -> bool:
@@ -168,12 +188,30 @@ class LayerContext:
     ) -> None:
         """Leaves weight gradients to `weight_work`: pairs of a use and a function that computes its contribution."""
 
+        if (collect := self._running.collect) is not None:
+            collect(layer, contributions)
+            return
+
         def work() -> None:
             with self.recorder.layer(layer):
                 for usage, contribution in contributions:
                     self.gradients.add(usage, microbatch.first_sample, contribution())
 
         self.weight_work.submit(microbatch.index, work)
+
+    @contextmanager
+    def collecting(self, collect: Collect) -> Iterator[None]:
+        """Inside, what this thread submits goes to `collect`, and is added to nothing."""
+        self._running.collect = collect
+        try:
+            yield
+        finally:
+            self._running.collect = None
+
+    def part(self, name: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        """`function(*tensors)`, of which the host asks nothing: what may be given to a GPU as one. `name` is its own
+        among all parts of the stage."""
+        return function(*tensors) if self.parts is None else self.parts.run(name, function, *tensors)
 
     @property
     def microbatch(self) -> Microbatch | None:
@@ -304,14 +342,20 @@ class LayerContext:
             show = self.observer.recomputed if self._running.again else self.observer.activation
             show(name, self.microbatch, tuple(slice(*place) for place in places), tensor)
 
+    @property
+    def again(self) -> bool:
+        """Whether the calling thread runs forward what its backward needs again."""
+        return self._running.again
+
     @contextmanager
     def running(self, microbatch: Microbatch, *, again: bool = False) -> Iterator[None]:
         """Inside, layers run forward for `microbatch`, or `again` for its backward."""
+        before = self._running.microbatch, self._running.again
         self._running.microbatch, self._running.again = microbatch, again
         try:
             yield
         finally:
-            self._running.microbatch, self._running.again = None, False
+            self._running.microbatch, self._running.again = before
 
     def anchor(self) -> Tensor:
         """An empty tensor that requires a gradient, so that autograd reaches layers whose inputs are integers."""

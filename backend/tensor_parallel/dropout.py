@@ -36,7 +36,7 @@ def _hidden_mask(x_BSH: Tensor, context: LayerContext, operation: str, microbatc
     """Elements are numbered by (sample of the global batch, token, feature)."""
     samples, _, hidden = x_BSH.shape
     sample, feature = (torch.arange(size, device=x_BSH.device) for size in (samples, hidden))
-    rows = (microbatch.first_sample + sample[:, None]) * context.plan.batch.sequence + context.own_places()
+    rows = (microbatch.first_drawn + sample[:, None]) * context.plan.batch.sequence + context.own_places()
     assert microbatch.step is not None
     index = rows[..., None] * hidden + feature
     return dropout_mask(

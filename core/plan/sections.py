@@ -69,10 +69,7 @@ class Runtime(Bounded, section="runtime"):
         "the kernels of an action are launched as one",
         default=None,
         default_note="as the profile",
-        more=(
-            "Our own backend captures the forwards and backwards of a step as one graph, on GPUs with NCCL, and STEP "
-            "stays outside of it."
-        ),
+        more=("Our own backend captures on GPUs with NCCL; `runtime.cuda_graph_scope` says how much is one graph."),
         read_by="simulator.stack.profiles",
     )
     ep_comm_overlap: bool | None = option(
@@ -115,6 +112,16 @@ class Runtime(Bounded, section="runtime"):
         minimum=1,
         bound=SEQUENCES,
         more="As many passes over held-out data come before theirs is captured.",
+        read_by="backend.ranks.training_rank",
+    )
+    cuda_graph_scope: Literal["step", "layer"] = option(
+        "what is captured as one graph",
+        default="step",
+        more=(
+            "`step`: the forwards and backwards of a step, STEP outside of it (Megatron-Core's `full_iteration`). "
+            "`layer`: each layer, for each microbatch in flight; experts, messages, reductions, embedding and head "
+            "stay outside."
+        ),
         read_by="backend.ranks.training_rank",
     )
     scatter_gather: bool | None = option(

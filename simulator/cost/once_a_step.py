@@ -31,14 +31,14 @@ _copy_model_grads_to_main_grads and _copy_main_params_to_model_params). Counted.
 
 def waited_s(plan: Plan, profile: Profile, stage: int) -> float:
     """Seconds in a step in which the device waits for what the host does about a stage, the reading of its
-    gradients included. None under ZeRO 2 and 3, which have other code; no check where graphs replay the step, since
-    they cannot wait for the host."""
+    gradients included. None under ZeRO 2 and 3, which have other code; no check where a graph replays the whole step,
+    since it cannot wait for the host."""
     cluster, dtype, zero = plan.cluster, plan.precision.dtype, plan.layout.zero
     if zero >= 2:
         return 0.0
     sizes = tensor_sizes(plan, stage)
     buckets, calls, seconds = num_buckets(plan, profile, stage), 0.0, 0.0
-    if profile.check_gradients and not profile.cuda_graphs:
+    if profile.check_gradients and not (profile.cuda_graphs and profile.graph_scope == "step"):
         calls += buckets * (CHECK_CALLS + AFTER_CHECK * profile.host_calls)
         seconds += traffic_s(cluster, sum(map(sum, sizes)) * profile.gradient_bytes(dtype))
     if profile.optimizer_by_tensor and zero:

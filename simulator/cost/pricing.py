@@ -31,6 +31,7 @@ from ..engine.attribution import Sort, Sorts
 from ..engine.contention import Traffic
 from ..engine.seconds import NOTHING, Seconds, on_grid
 from ..memory.sizes import group_retained_bytes, stage_sizes
+from ..memory.static import has_experts
 from ..stack.delayed_scaling import AMAX_CALLS, amax_reduction, update_s
 from .blocks import COMPONENT_OF_AXIS, Block, BlockPricer, Part
 from .communication import CommunicationPricing, Place
@@ -46,6 +47,10 @@ from .zero import alone_s, shared_card_s, table_share, uncovered, units
 OPTIMIZER_KERNELS = 12
 """Launches of a multi-tensor optimizer step. Modelled."""
 
+
+LAYER_CALLS = 2
+"""Launches of a captured layer's forward, or backward: a copy of what comes in, and the graph
+(`backend.ranks.graphed_part`, torch.cuda.make_graphed_callables). Counted."""
 
 PARTS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input_gradient", Kind.W: "weight_gradient"}
 """Kind of action -> part of a block."""
@@ -259,16 +264,26 @@ class Pricing(CommunicationPricing):
         `other`; all of it where the host waits for every kernel."""
         total = Part()
         for group in self._groups[place.stage]:
-            total += getattr(self._block(group, place, sums_gradients), part).times(group.count)
+            own: Part = getattr(self._block(group, place, sums_gradients), part)
+            total += self._launched(own, group, part).times(group.count)
         if self._agrees and part != PARTS[Kind.W]:
             total += Part(num_kernels=AMAX_CALLS)
         if self.profile.engine_share:
             total += Part(Seconds(other=self.profile.engine_share * total.seconds.total_s))
-        if self.profile.cuda_graphs or self._is_host:
+        if (self.profile.cuda_graphs and self.profile.graph_scope == "step") or self._is_host:
             return total.seconds
         launching_s = host_s(self.plan.cluster, total.num_kernels) * self.profile.host_calls
         waited_s = launching_s if self.profile.launch_blocking else launching_s - total.seconds.total_s
         return total.seconds + Seconds(other=waited_s) if waited_s > 0 else total.seconds
+
+    def _launched(self, part: Part, group: Group, name: str) -> Part:
+        """A part of a block with the launches that are left where layers are graphs: what comes in is copied to where
+        the graph reads it, and the graph launched; W takes nothing. Embedding, head and layers with experts, of which
+        graphs hold some kernels at most, are launched as without."""
+        graphed = self.profile.cuda_graphs and self.profile.graph_scope == "layer"
+        if not graphed or group.kind != "layer" or has_experts(group):
+            return part
+        return Part(part.seconds, (1 if name == PARTS[Kind.W] else LAYER_CALLS) / self.profile.host_calls)
 
     def _host_link_s(self, kind: Kind, place: Place) -> float:
         """What a pass waits for copies to or from host memory."""

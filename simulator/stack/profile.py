@@ -226,6 +226,10 @@ class Profile:
     cuda_graphs: bool = False
     """Launches cost the host nothing."""
 
+    graph_scope: Literal["step", "layer"] = "step"
+    """With graphs: what is launched as one, a step, or a layer of one microbatch, which costs the host a few launches
+    more."""
+
     launch_blocking: bool = False
     """The host launches nothing before the last kernel has ended."""
 

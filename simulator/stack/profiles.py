@@ -97,6 +97,7 @@ def _switches(
     switches = {
         "p2p_overlap": False if stack.p2p_overlap_interleaved_only and vpp == 1 else None,
         "cuda_graphs": runtime.cuda_graphs,
+        "graph_scope": runtime.cuda_graph_scope,
         "scatter_gather": runtime.scatter_gather,
         "expert_overlap": runtime.ep_comm_overlap,
         "dispatch_once": runtime.dispatch_once,

@@ -31,7 +31,7 @@ from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import Parameter
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import DataParallel, Numerics, Optimizer, Runtime, ScheduleChoice, Train
+from shardproof.core.plan.sections import DataParallel, Numerics, Offload, Optimizer, Runtime, ScheduleChoice, Train
 from shardproof.core.program import operations
 
 STEPS = 3
@@ -330,6 +330,15 @@ def test_what_the_backend_does_not_run_is_said_with_one_sentence_each():
     with pytest.raises(PlanError, match=r"layer by layer yet"):
         Trainer(plan)
     assert unsupported(tiny()) == []
+    layers = {"cuda_graphs": True, "cuda_graph_scope": "layer"}
+    plan = replace(plan, schedule=ScheduleChoice("1F1B", max_active_stages=1), data_parallel=DataParallel())
+    (problem,) = unsupported(plan)
+    assert 'Use cuda_graph_scope="layer" or cuda_graphs=false' in problem
+    assert unsupported(replace(plan, runtime=Runtime(**layers))) == []
+    (problem,) = unsupported(tiny(runtime=Runtime(cuda_graph_scope="layer")))
+    assert "without graphs" in problem and "Use cuda_graphs=true" in problem
+    (problem,) = unsupported(tiny(runtime=Runtime(**layers), offload=Offload(activations=1)))
+    assert 'runtime.cuda_graph_scope="layer" with offload.activations=1' in problem
     small = tiny()
     (problem,) = unsupported(replace(small, model=replace(small.model, vocab_size=100)))
     assert "model.vocab_size=100 of tiny-gpt has ids up to 99. Use model.vocab_size=" in problem

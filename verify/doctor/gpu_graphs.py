@@ -1,10 +1,11 @@
-"""`replayed`: whether a step that is captured as a CUDA graph computes what it does operation by operation."""
+"""`replayed`: whether what is captured as CUDA graphs, a step or its layers, computes what it does operation by
+operation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from .machine import Machine
 from .training import PLAN
 
 STEPS = 4
+SCOPES: tuple[Literal["step", "layer"], ...] = ("step", "layer")
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """How often each walk was captured, and what differs by even a bit from steps without graphs, in words."""
+    """How often each walk, or each kind of a layer's work, was captured, and what differs by even a bit from steps
+    without graphs, in words."""
 
     captures: Mapping[str, int]
     different: tuple[str, ...]
@@ -38,13 +41,16 @@ class _Steps:
 
 
 def graphs(machine: Machine) -> Result:
-    """A rank alone with its steps as graphs and without: losses and weights to the bit."""
-    found = replayed(one_device(Plan.from_toml(PLAN)), torch.device("cuda:0"))
-    if found.different:
-        few = ", ".join(found.different[:3])
-        return Result("failed", f"steps as a graph give other bits: {few}", len(found.different), "values")
-    captures = ", ".join(f"{name} captured {count} times" for name, count in found.captures.items())
-    return Result("ok", captures, 0, "values")
+    """A rank alone with its steps as graphs, with its layers as graphs, and without: losses and weights to the bit."""
+    plan, captures = one_device(Plan.from_toml(PLAN)), list[str]()
+    for scope in SCOPES:
+        graphed = replace(plan, runtime=replace(plan.runtime, cuda_graph_scope=scope))
+        found = replayed(graphed, torch.device("cuda:0"))
+        if found.different:
+            few = ", ".join(found.different[:3])
+            return Result("failed", f"graphs of a {scope} give other bits: {few}", len(found.different), "values")
+        captures += [f"{name} captured {count} times" for name, count in found.captures.items()]
+    return Result("ok", ", ".join(captures), 0, "values")
 
 
 def replayed(plan: Plan, device: torch.device, steps: int = STEPS) -> Replayed:
@@ -61,7 +67,10 @@ def replayed(plan: Plan, device: torch.device, steps: int = STEPS) -> Replayed:
 
 
 def _with(plan: Plan, graphs: bool) -> Plan:
-    return replace(plan, runtime=replace(plan.runtime, cuda_graphs=graphs, cuda_graph_warmup_steps=1))
+    """Every step of a plan must be given to the device as it says."""
+    scope = plan.runtime.cuda_graph_scope if graphs else "step"
+    runtime = replace(plan.runtime, cuda_graphs=graphs, cuda_graph_scope=scope, cuda_graph_warmup_steps=1)
+    return replace(plan, runtime=runtime)
 
 
 def _steps(plan: Plan, device: torch.device, steps: int) -> _Steps:
@@ -70,4 +79,5 @@ def _steps(plan: Plan, device: torch.device, steps: int) -> _Steps:
         rank = TrainingRank(transport, plan)
         losses = [loss for step in range(steps) for loss in (rank.step(step)[0].loss, rank.evaluate())]
         weights = {shard.parameter.name: shard.tensor.detach().cpu() for shard in rank.shards}
-        return _Steps(losses, weights, {} if rank.graphs is None else dict(rank.graphs.captures))
+        captures = next((dict(each.captures) for each in (rank.graphs, rank.layer_graphs) if each is not None), {})
+        return _Steps(losses, weights, captures)

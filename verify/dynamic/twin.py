@@ -172,7 +172,13 @@ def _supported(plan: Plan, *, captures: bool) -> tuple[Plan, list[str]]:
             cluster=cluster,
             layout=layout,
             runtime=replace(
-                plan.runtime, cuda_graphs=graphs, compile=None, launch_blocking=None, fused_loss=None, dropout=None
+                plan.runtime,
+                cuda_graphs=graphs,
+                cuda_graph_scope=plan.runtime.cuda_graph_scope if graphs else "step",
+                compile=None,
+                launch_blocking=None,
+                fused_loss=None,
+                dropout=None,
             ),
             data_parallel=data_parallel,
             schedule=schedule,

@@ -77,13 +77,13 @@ class LabelledRecorder(Recorder):
 def _change(what: str, global_rank: int) -> None:
     """Makes a change of that name in the process of a rank. Raises `KeyError`."""
     from .changes import CHANGES
-    from .graph_changes import GRAPH_CHANGES
+    from .graph_changes import GRAPH_CHANGES, LAYER_CHANGES
     from .order_changes import ORDER_CHANGES
 
     if what in ORDER_CHANGES:
         ORDER_CHANGES[what].make(global_rank)
         return
-    change = {each.what: each for each in (*CHANGES, *GRAPH_CHANGES)}[what]
+    change = {each.what: each for each in (*CHANGES, *GRAPH_CHANGES, *LAYER_CHANGES)}[what]
     setattr(change.owner, change.name, change.changed)
 
 

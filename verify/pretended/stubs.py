@@ -149,11 +149,15 @@ def install(torch: Any) -> None:
 ROOT = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 
 
+def _is_ours(path: str) -> bool:
+    return path.startswith(ROOT) and "site-packages" not in path
+
+
 @ctypes.CFUNCTYPE(None)
 def _say_place() -> None:
     """Tells the library from where in the package the calling thread waits: `backend/ranks/totals.py:norm`."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and (not frame.f_code.co_filename.startswith(ROOT) or frame.f_globals is globals()):
+    while frame is not None and (not _is_ours(frame.f_code.co_filename) or frame.f_globals is globals()):
         frame = frame.f_back
     place = "" if frame is None else f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_code.co_name}"
     library.pretended_place(place.encode())
@@ -226,7 +230,10 @@ class CUDAGraph:
         stream = torch.accelerator.current_stream()
         if stream.stream_id == 0:
             raise RuntimeError("the default stream cannot be captured")
-        self.number = library.pretended_capture_begin(ctypes.c_int64(stream.stream_id), ctypes.c_int64(self._pool[1]))
+        others = [_number_of(each) for each in threading.enumerate() if each is not threading.current_thread()]
+        self.number = library.pretended_capture_begin(
+            ctypes.c_int64(stream.stream_id), ctypes.c_int64(self._pool[1]), *_ids_of(others)
+        )
         CUDAGraph._all[self.number] = self
 
     def capture_end(self) -> None:
@@ -262,13 +269,22 @@ class CUDAGraph:
             ctypes.c_int64(self.number),
             ctypes.c_int64(stream.stream_id),
             name.encode(),
-            *(
-                part
-                for ids in (reads, writes)
-                for part in ((ctypes.c_int64 * len(ids))(*ids), ctypes.c_int64(len(ids)))
-            ),
+            *_ids_of(reads),
+            *_ids_of(writes),
         )
         self._calls[number] = work
+
+
+def _number_of(thread: threading.Thread) -> int:
+    """The system's, which one that is just being started does not have yet."""
+    while thread.native_id is None:
+        time.sleep(0)
+    return thread.native_id
+
+
+def _ids_of(ids: Sequence[int]) -> tuple[Any, Any]:
+    """Numbers as the library takes them: an array and its length."""
+    return (ctypes.c_int64 * len(ids))(*ids), ctypes.c_int64(len(ids))
 
 
 class Work:

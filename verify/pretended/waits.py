@@ -32,6 +32,7 @@ class Allowed:
 ALLOWED = (
     Allowed("backend/ranks/training_rank.py:_read", "loss, norm and what is added to the loss, together"),
     Allowed("backend/pipeline/messages.py:settle", "the times of the step, from events"),
+    Allowed("backend/pipeline/graphs.py:_capture", "the device is idle when a step is captured", counts=False),
     Allowed("backend/tensor_parallel/exchange.py:exchange", "how many tokens each expert gets", counts=False),
     Allowed("backend/ranks/batches.py:_batch", "how many tokens of the batch count in its loss", counts=False),
     Allowed("backend/ranks/batches.py:_with_lengths", "how long padded documents are", counts=False),

@@ -116,6 +116,7 @@ def one_device(plan: AnyPlan) -> AnyPlan:
             p2p_overlap=None,
             p2p_batched=None,
             cuda_graphs=None,
+            cuda_graph_scope="step",
             compile=None,
             trim_padding=False,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -193,6 +194,26 @@ def test_an_action_takes_at_least_what_its_host_needs_unless_a_graph_replays_it(
     assert replayed.other == 0 < launched.other and launched.compute == replayed.compute
     kernels = sum(group.count * layer.forward.num_kernels for group, layer in blocks_of(small, cluster))
     assert launched.total_s == pytest.approx(kernels * 50e-6 * PROFILES["megatron-te"].host_calls, rel=1e-6)
+
+
+def test_a_captured_layer_costs_its_host_two_launches_a_pass_and_one_with_experts_as_many_as_without() -> None:
+    small = replace(LLAMA, hidden_size=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn_hidden_size=1024)
+    moe = replace(small, num_experts=8, experts_per_token=2)
+    cluster = replace(cluster_preset("dgx-h100", 1), host_dispatch_s=1e-3)  # the host is what all wait for
+
+    def forward_s(model: ModelSpec, **graphs: Any) -> float:
+        runtime = Runtime("megatron-te", **graphs)
+        return Pricing(plan(Layout(), runtime, model=model, cluster=cluster, sequence=512)).seconds(Kind.F, 0).total_s
+
+    layers, others = (
+        [(group, block) for group, block in blocks_of(small, cluster) if (group.kind == "layer") is is_layer]
+        for is_layer in (True, False)
+    )
+    launches = sum(2 * group.count for group, _ in layers)
+    launches += sum(g.count * b.forward.num_kernels for g, b in others) * PROFILES["megatron-te"].host_calls
+    by_layer = {"cuda_graphs": True, "cuda_graph_scope": "layer"}
+    assert forward_s(small, **by_layer) == pytest.approx(launches * 1e-3, rel=1e-6)
+    assert forward_s(moe, **by_layer) == forward_s(moe) > forward_s(moe, cuda_graphs=True)
 
 
 def blocks_of(model: ModelSpec, cluster: ClusterSpec):

@@ -34,6 +34,7 @@ struct Graph {
   std::map<int64_t, std::pair<void*, std::string>> before;  // what such memory had before the capture wrote to it
   std::map<int64_t, Clock> clocks;
   std::map<int64_t, std::string> last;  // by stream, what it was given last
+  std::set<int64_t> others;  // threads of the system that were there before the capture: they may do something else meanwhile
   size_t next = 0;
   bool failed = false;
 };
@@ -49,12 +50,21 @@ std::set<int64_t> shared_memory;                               // that peers wri
 std::atomic<int64_t> num_graphs{1}, num_calls{1};
 std::atomic<int> num_captures{0};
 
+// Whether the thread takes part in none of the captures that go on.
+bool is_elsewhere() {
+  static thread_local const int64_t own = gettid();
+  for (auto& entry : captured_streams)
+    if (!entry.second->others.count(own)) return false;
+  return true;
+}
+
 // The capture that a stream is part of. While one goes on, whatever is given to another stream is an error.
 Graph* capture_of(int64_t stream, const std::string& what) {
   if (!num_captures) return nullptr;
   std::lock_guard<std::recursive_mutex> held(graph_mutex);
   auto found = captured_streams.find(stream);
   if (found != captured_streams.end()) return found->second;
+  if (is_elsewhere()) return nullptr;
   for (auto& entry : captured_streams) entry.second->failed = true;
   TORCH_CHECK(false, "while a graph is captured, ", what, label.empty() ? "" : " in ", label, " is given to stream ", stream,
               ", which is no part of the capture: it would not be replayed, and what it allocates is not in the graph's pool");
@@ -63,6 +73,7 @@ Graph* capture_of(int64_t stream, const std::string& what) {
 void no_wait(const std::string& what) {
   if (!num_captures) return;
   std::lock_guard<std::recursive_mutex> held(graph_mutex);
+  if (is_elsewhere() && what != "for the device") return;
   for (auto& entry : captured_streams) entry.second->failed = true;
   TORCH_CHECK(false, "while a graph is captured, the host waits: ", what, label.empty() ? "" : " in ", label);
 }

@@ -8,11 +8,13 @@ int64_t pretended_new_pool() {
   pools[id] = std::make_shared<Pool>();
   return id;
 }
-int64_t pretended_capture_begin(int64_t stream, int64_t pool) {
+// Threads of the system that are `others` take no part in it.
+int64_t pretended_capture_begin(int64_t stream, int64_t pool, const int64_t* others, int64_t num_others) {
   std::lock_guard<std::recursive_mutex> held(graph_mutex);
   auto graph = std::make_shared<Graph>();
   graph->id = num_graphs++;
   graph->origin = stream;
+  graph->others = {others, others + num_others};
   graph->pool = pools.at(pool);
   graphs[graph->id] = graph;
   captured_streams[stream] = graph.get();
