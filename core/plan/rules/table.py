@@ -60,6 +60,7 @@ from .training import (
     dtype_has_peak,
     loss_scales_are_powers_of_two,
     padding_is_distinguished,
+    products_are_named_once,
     scalings_are_modelled,
 )
 from .variation import (
@@ -392,6 +393,12 @@ RULES: tuple[Rule, ...] = (
         ("variation.expert_imbalance", "variation.expert_capacity", "model.num_experts"),
         "only experts can be unequally busy",
         imbalance_needs_experts,
+    ),
+    Rule(
+        "products-are-named-once",
+        ("numerics.triton_products", "numerics.mode"),
+        "kernels make all products of exact numerics, none, or those that are named",
+        products_are_named_once,
     ),
     Rule(
         "checkpoints-need-failures",

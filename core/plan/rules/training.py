@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ...machine.cluster import ClusterSpec
-from ..sections import Checkpoint, Precision, Runtime, Train
+from ..sections import ALL_PRODUCTS, NO_PRODUCTS, Checkpoint, Numerics, Precision, Runtime, Train
 from ..stacks import SCALING_STACKS
 
 ADAPTING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis")
@@ -56,6 +56,16 @@ def scalings_are_modelled(precision: Precision, runtime: Runtime) -> Iterator[st
             f'scaling="{precision.scaling}" is modelled for {names}, and not for runtime.profile="{runtime.profile}". '
             f'Leave it out, or use runtime.profile="{names}".'
         )
+
+
+def products_are_named_once(numerics: Numerics) -> Iterator[str]:
+    """The kernels of exact numerics make all products, none, or those that are named."""
+    given = numerics.triton_products or ()
+    whole = next((each for each in (NO_PRODUCTS, ALL_PRODUCTS) if each in given), None)
+    if whole is not None and len(given) > 1:
+        yield f"triton_products={list(given)} has {whole!r} among others. Give {[whole]}, or the others alone."
+    if numerics.triton_products is not None and numerics.mode != "exact":
+        yield 'triton_products is about exact numerics, but mode="fast". Leave it out, or use mode="exact".'
 
 
 def checkpoints_have_a_folder(checkpoint: Checkpoint) -> Iterator[str]:

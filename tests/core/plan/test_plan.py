@@ -521,6 +521,10 @@ BROKEN = {
         ("[numerics]", "[variation]\nexpert_imbalance = 0.5\n[numerics]"),
         "is about experts, but model gpt3-175b has none",
     ),
+    "products-are-named-once": (
+        ("[numerics]", '[numerics]\ntriton_products = ["none", "project"]'),
+        "has 'none' among others. Give ['none'], or the others alone.",
+    ),
     "checkpoints-need-failures": (
         ("[numerics]", "[variation]\nrestart_s = 60.0\n[numerics]"),
         "Give device_mtbf_s, or leave restart_s out",
