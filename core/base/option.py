@@ -3,6 +3,7 @@ editor must know."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -22,7 +23,7 @@ from typing import (
     overload,
 )
 
-from .bounds import Bound, beyond, shown
+from .bounds import Bound, beyond, bound_of, shown
 from .errors import PlanError, Problem, did_you_mean
 
 T = TypeVar("T")
@@ -169,17 +170,19 @@ class Bounded:
 
 @dataclass(frozen=True, slots=True)
 class _Limited:
-    """An option whose type or metadata leave out some values. `is_optional`: None is as nothing given."""
+    """An option whose type or metadata leave out some values. `is_optional`: None is as nothing given. `plain` are
+    whole numbers that nothing is wrong with, most of what is asked about, so that they need no look at `about`."""
 
     name: str
     is_whole: bool
     is_optional: bool
     choices: tuple[str, ...]
     about: Mapping[str, Any]
+    plain: range
 
     def complaint(self, value: Any) -> str:
         """The sentence that says what is wrong with a value, empty when nothing is."""
-        if value is None and self.is_optional:
+        if (value is None and self.is_optional) or (type(value) is int and value in self.plain):
             return ""
         if self.choices:
             return self._unknown(value)
@@ -207,7 +210,26 @@ def _limited(of: type) -> tuple[_Limited, ...]:
     """The options of a noun that have limits; any number has."""
     hints, choices = option_types(of), option_choices(of)
     return tuple(
-        _Limited(each.name, hints[each.name] is int, each.default is None, choices.get(each.name, ()), each.metadata)
+        _Limited(
+            each.name,
+            hints[each.name] is int,
+            each.default is None,
+            choices.get(each.name, ()),
+            each.metadata,
+            range(0) if each.name in choices else _plain_numbers(each.name, each.metadata),
+        )
         for each in fields(of)
         if each.name in choices or hints[each.name] not in (str, bool)
     )
+
+
+def _plain_numbers(name: str, about: Mapping[str, Any]) -> range:
+    """Whole numbers from 1 on that are within the limits and the bound of an option.
+
+    >>> _plain_numbers("tp", {"minimum": 2, "below": 8.5})
+    range(2, 9)
+    """
+    bound = about.get("bound") or bound_of(name, whole=True)
+    least = max(1, about.get("minimum", 1), about.get("above", 0) + 1, bound.least)
+    below = min(about.get("maximum", bound.most) + 1, about.get("below", bound.most + 1), bound.most + 1)
+    return range(math.ceil(least), math.ceil(below))

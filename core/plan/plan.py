@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any, cast
+from functools import cache, cached_property
+from typing import Any, TypeVar, cast
 
 from ..base.errors import PlanError, Problem
 from ..base.reduction import cut
@@ -53,6 +53,14 @@ from .sections import (
 from .toml import Values, num_modules, read_values
 from .write import sections_to_toml
 
+Section = TypeVar("Section")
+
+
+@cache
+def _plain(section: type[Section]) -> Section:
+    """The section with the default of every option: no plan can change it, so all plans have the same one."""
+    return section()
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -65,18 +73,18 @@ class Plan:
     cluster: ClusterSpec
     layout: Layout
     batch: Batch
-    runtime: Runtime = field(default_factory=Runtime)
-    precision: Precision = field(default_factory=Precision)
-    recompute: Recompute = field(default_factory=Recompute)
-    schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
-    numerics: Numerics = field(default_factory=Numerics)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    data_parallel: DataParallel = field(default_factory=DataParallel)
-    communicators: Communicators = field(default_factory=Communicators)
-    train: Train = field(default_factory=Train)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    variation: Variation = field(default_factory=Variation)
-    offload: Offload = field(default_factory=Offload)
+    runtime: Runtime = field(default=_plain(Runtime))
+    precision: Precision = field(default=_plain(Precision))
+    recompute: Recompute = field(default=_plain(Recompute))
+    schedule: ScheduleChoice = field(default=_plain(ScheduleChoice))
+    numerics: Numerics = field(default=_plain(Numerics))
+    optimizer: Optimizer = field(default=_plain(Optimizer))
+    data_parallel: DataParallel = field(default=_plain(DataParallel))
+    communicators: Communicators = field(default=_plain(Communicators))
+    train: Train = field(default=_plain(Train))
+    checkpoint: Checkpoint = field(default=_plain(Checkpoint))
+    variation: Variation = field(default=_plain(Variation))
+    offload: Offload = field(default=_plain(Offload))
 
     def __post_init__(self) -> None:
         if broken := broken_rules({section: getattr(self, section) for section in self.ruled}):
@@ -327,18 +335,18 @@ class ModularPlan:
     modules: tuple[Module, ...]
     cluster: ClusterSpec
     batch: Batch
-    runtime: Runtime = field(default_factory=Runtime)
-    precision: Precision = field(default_factory=Precision)
-    recompute: Recompute = field(default_factory=Recompute)
-    schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
-    numerics: Numerics = field(default_factory=Numerics)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    data_parallel: DataParallel = field(default_factory=DataParallel)
-    communicators: Communicators = field(default_factory=Communicators)
-    train: Train = field(default_factory=Train)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    variation: Variation = field(default_factory=Variation)
-    offload: Offload = field(default_factory=Offload)
+    runtime: Runtime = field(default=_plain(Runtime))
+    precision: Precision = field(default=_plain(Precision))
+    recompute: Recompute = field(default=_plain(Recompute))
+    schedule: ScheduleChoice = field(default=_plain(ScheduleChoice))
+    numerics: Numerics = field(default=_plain(Numerics))
+    optimizer: Optimizer = field(default=_plain(Optimizer))
+    data_parallel: DataParallel = field(default=_plain(DataParallel))
+    communicators: Communicators = field(default=_plain(Communicators))
+    train: Train = field(default=_plain(Train))
+    checkpoint: Checkpoint = field(default=_plain(Checkpoint))
+    variation: Variation = field(default=_plain(Variation))
+    offload: Offload = field(default=_plain(Offload))
 
     def __post_init__(self) -> None:
         problems = [Problem(broken.sentence, broken.rule.keys[0]) for broken in broken_rules(self.sections)]

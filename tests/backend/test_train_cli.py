@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.gates import sampled
 from shardproof import Timeline
 from shardproof.backend import trainer
 from shardproof.backend.launching.torchrun import under_torchrun
@@ -179,7 +180,7 @@ def test_a_defect_in_a_rank_ends_the_command_with_3_and_names_rank_action_and_la
     assert "defective.py" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@sampled("transport", ["shm", "gloo"], on_push=1)  # ranks of torchrun over gloo: launching/test_endings.py
 def test_under_torchrun_the_same_command_is_one_rank_and_rank_0_reports_the_losses_of_ranks_that_are_threads(
     transport, capsys
 ):

@@ -31,6 +31,9 @@ INTERPRETED = "shardproof.verify.kernels.interpreter:launcher"
 PTX_EXECUTED = "shardproof.verify.kernels.ptx_floor:launcher"
 BUFFER_BYTES = 1 << 20
 PAD_BYTES = 1 << 12
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 4e-3
+"""How long a peer sleeps between two looks at a signal: each look is some hundred instructions that are carried out,
+and a peer waits for seconds while another one compiles."""
 MULTICAST = 1 << 60
 """An address that no process has; a floor that models multicast finds the peers' buffers in `Ground`."""
 
@@ -71,6 +74,7 @@ class Ground:
     def begin(self) -> None:
         """A launch begins: its patience is whole."""
         self._deadline = time.monotonic() + self.patience_s
+        self._awaited, self._pause_s = 0, SHORTEST_PAUSE_S
 
     def failed(self, address: int) -> None:
         """A compare-and-swap at `address` found another value: sleeps, for peers that share a core with this one.
@@ -78,7 +82,9 @@ class Ground:
         Raises `StillWaiting` where the launch has waited longer than its patience.
         """
         if time.monotonic() < self._deadline:
-            time.sleep(1e-4)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if address == self._awaited else SHORTEST_PAUSE_S
+            self._awaited = address
+            time.sleep(self._pause_s)
             return
         for owner, pad in enumerate(self.pads):
             if pad <= address < pad + self.memory.pad_bytes:

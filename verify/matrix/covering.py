@@ -64,11 +64,19 @@ class Covering:
 def all_pairs(space: Space) -> dict[Pair, Row]:
     """Every pair that two factors can have, with the plainest row that has it, in the order of the factors."""
     found: dict[Pair, Row] = {}
+    bits = _Bits()
+    met: defaultdict[Feature, int] = defaultdict(int)  # the features that stood behind one in a row
     for first, second in combinations(space.factors, 2):
         for plain, a, b in product(space.plain, space.factors[first], space.factors[second]):
             row = {**plain, first: a, second: b}
-            for pair in space.pairs(row):
-                found.setdefault(pair, row)
+            features = space.features(row)
+            behind = bits.of(features)
+            for index, feature in enumerate(features):
+                behind &= ~bits[feature]
+                if behind & ~met[feature]:  # few rows have a new pair
+                    met[feature] |= behind
+                    for other in features[index + 1 :]:
+                        found.setdefault((feature, other), row)
     return found
 
 
@@ -100,11 +108,22 @@ def cover(space: Space, *, candidates: int = 4, seed: int = 0) -> Covering:
     )
 
 
+class _Bits(dict[Feature, int]):
+    """A bit of its own for every feature that is asked for."""
+
+    def __missing__(self, feature: Feature) -> int:
+        return self.setdefault(feature, 1 << len(self))
+
+    def of(self, features: Sequence[Feature]) -> int:
+        """The bits of some features."""
+        return functools.reduce(int.__or__, map(self.__getitem__, features), 0)
+
+
 class _Missing:
     """The pairs that no row has yet: for every feature a bit set of the partners that it still has to meet."""
 
     def __init__(self, pairs: Iterable[Pair]):
-        self._bits: defaultdict[Feature, int] = defaultdict(lambda: 1 << len(self._bits))
+        self._bits = _Bits()
         self._partners: defaultdict[Feature, int] = defaultdict(int)
         for first, second in pairs:
             self._partners[first] |= self._bits[second]
@@ -115,16 +134,13 @@ class _Missing:
 
     def number(self, features: Sequence[Feature]) -> int:
         """How many of the pairs of some features are missing."""
-        found = self._set(features)
+        found = self._bits.of(features)
         return sum([(self._partners[feature] & found).bit_count() for feature in features]) // 2
 
     def remove(self, features: Sequence[Feature]) -> None:
-        found = self._set(features)
+        found = self._bits.of(features)
         for feature in features:
             self._partners[feature] &= ~found
-
-    def _set(self, features: Sequence[Feature]) -> int:
-        return functools.reduce(int.__or__, map(self._bits.__getitem__, features), 0)
 
 
 def _impossible(space: Space) -> Iterator[tuple[Feature, Row]]:

@@ -113,7 +113,7 @@ def routers_exist(train: Train, model: ModelSpec) -> Iterator[str]:
     for name in ("router_aux_loss", "router_z_loss", "router_jitter"):
         if (value := getattr(train, name)) and not model.is_moe:
             yield f"{name}={value} is for routers, but model {model.name} has none (num_experts=0). Leave it out."
-    if train.expert_bias_rate != Train().expert_bias_rate and not model.expert_bias:
+    if train.expert_bias_rate != Train.expert_bias_rate and not model.expert_bias:
         yield (
             f"expert_bias_rate={train.expert_bias_rate} changes the bias of experts, but model {model.name} has none. "
             "Set model.expert_bias = true, or leave it out."

@@ -15,8 +15,7 @@ ADAPTING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_s
 
 def loss_scales_are_powers_of_two(precision: Precision) -> Iterator[str]:
     """Fp16 scales losses by powers of two, which change no bits."""
-    plain = Precision(precision.dtype)
-    given = [name for name in ("loss_scale", *ADAPTING) if getattr(precision, name) != getattr(plain, name)]
+    given = [name for name in ("loss_scale", *ADAPTING) if getattr(precision, name) != getattr(Precision, name)]
     if given and precision.dtype != "fp16":
         yield (
             f'{given[0]}={getattr(precision, given[0])} scales losses for fp16, but dtype="{precision.dtype}". '

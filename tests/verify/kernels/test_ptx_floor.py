@@ -45,7 +45,7 @@ def test_every_kernel_stands_on_this_floor() -> None:
     assert set(EXECUTED) == {kernel.name for kernel in KERNELS}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@sampled("world_size", [3, 2], on_push=1)  # of two peers, by blocks of a launch: `test_kernel_with_vectors`
 @pytest.mark.parametrize("kernel", MEETING)
 def test_kernel(peers: Peers, kernel: str, world_size: int) -> None:
     assert wrong(peers, few_cases(kernel, world_size)) == {}
