@@ -22,6 +22,7 @@ class Row:
     """One setting of the program: its name, what becomes of it, the plan's key, why, the value that an unsaid one has,
     the Python types that its value may have (None: any), and its legal values where they are few.
 
+    `plain` are values with which the setting changes nothing: whatever its status, such a one has no effect.
     `same` is true where the plan's key takes the value as it is: such a row is read, and written, without more.
     """
 
@@ -33,6 +34,7 @@ class Row:
     kind: Kind = None
     choices: tuple[str, ...] = ()
     same: bool = False
+    plain: tuple[Any, ...] | None = None
 
 
 def same(flag: str, key: str, default: Any, kind: Kind) -> Row:
@@ -45,9 +47,16 @@ def quiet(section: str, names: str, why: str, status: Status = "no-effect") -> t
     return tuple(Row(f"{section}.{name}" if section else name, status, why=why) for name in names.split())
 
 
+def unless(section: str, values: Mapping[str, Any], why: str, status: Status = "not-modelled") -> tuple[Row, ...]:
+    """Settings of a section that have no effect with the given value, or null, and become something with another."""
+    return tuple(Row(f"{section}.{name}", status, why=why, plain=(value, None)) for name, value in values.items())
+
+
 @dataclass
 class Sheet:
-    """A file's settings by a table of rows. `spellings` are other names of settings -> the name in the table.
+    """A file's settings by a table of rows. `spellings` are other names of settings -> the name in the table. With
+    `takes_unknown_off` a setting that the table lacks is let pass where it is false or null: files that programs dump
+    have every setting of their release.
 
     Each written setting has a row or is refused. Functions that know what several settings mean together ask for their
     `value`, `put` keys of the plan, and `say` what became of a setting where the table's word is not the last.
@@ -58,6 +67,7 @@ class Sheet:
     source: str
     framework: str
     spellings: Mapping[str, str] = field(default_factory=dict)
+    takes_unknown_off: bool = False
 
     def __post_init__(self) -> None:
         self.values: Values = {}
@@ -72,7 +82,12 @@ class Sheet:
         name = self.spellings.get(each.flag, each.flag)
         row = self.table.get(name) or self._row_of_section(name)
         setting = Setting(each.flag, written_text(each.value), each.line, "refused")
-        if row is None:
+        if row is None and self.takes_unknown_off and each.value in (None, False):
+            setting = replace(setting, status="not-modelled")
+            why = "this setting is not known; it is off"
+        elif row is None and isinstance(each.value, NoLiteral):
+            why = "this is no setting of literals, and nothing is executed."
+        elif row is None:
             known = (*self.table, *self.spellings)
             why = f"{self.framework} has no such setting in the releases that are read{did_you_mean(each.flag, known)}"
         elif name in self._given and self._given[name].value != each.value:
@@ -80,7 +95,9 @@ class Sheet:
         elif complaint := complaint_about(row, each.value):
             why = complaint
         else:
-            setting, why = replace(setting, status=row.status, key=row.key), row.why
+            is_off = row.plain is not None and any(each.value == plain for plain in row.plain)
+            status: Status = "no-effect" if is_off else row.status
+            setting, why = replace(setting, status=status, key=row.key), "it is off" if is_off else row.why
             self._given[name] = each
         self._settings[each.flag] = replace(setting, why=why)
 

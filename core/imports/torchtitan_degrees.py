@@ -86,8 +86,10 @@ def _put_layout(sheet: Sheet, degrees: Degrees) -> None:
     if degrees.tp > 1:
         sheet.put("layout.sequence_parallel", sheet.value("parallelism.enable_sequence_parallel"), TP)
     if degrees.cp > 1:
-        how = {"allgather": "all_gather", "alltoall": "ring"}[sheet.value("parallelism.context_parallel_rotate_method")]
-        sheet.put("runtime.context_parallel", how, "parallelism.context_parallel_rotate_method", CP)
+        rotates = "parallelism.context_parallel_rotate_method"
+        if sheet.is_written(rotates):
+            how = {"allgather": "all_gather", "alltoall": "ring"}[sheet.value(rotates)]
+            sheet.put("runtime.context_parallel", how, rotates)
         if sheet.value("parallelism.context_parallel_load_balancer") != "headtail":
             sheet.say(
                 "parallelism.context_parallel_load_balancer",

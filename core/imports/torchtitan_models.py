@@ -180,6 +180,9 @@ NOT_EXPRESSED: dict[str, dict[str, str]] = {
 _SUFFIXES = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
 """Flavors that differ in their attention kernel only; both mask what lies in another document."""
 
+_FUSED = ("_non_fused_qkv", "_fused_qkv")
+"""Flavors that differ in how many products make queries, keys and values; modelled are three."""
+
 _FAMILY_SUFFIXES = ("_simple_fsdp", "_auto_parallel", "_ft")
 _FAMILY_NAMES = {
     "transformers_modeling_backend": "hf_placeholder",
@@ -204,6 +207,8 @@ def family_of(name: str, flavor: str) -> str:
 
 def split_flavor(flavor: str) -> tuple[str, str]:
     """The shape's flavor and the attention that its suffix names: `flex`, `varlen` or nothing."""
+    for suffix in _FUSED:
+        flavor = flavor.removesuffix(suffix)
     for suffix in _SUFFIXES:
         if flavor.endswith(suffix):
             return flavor.removesuffix(suffix), suffix.split("_")[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..base.errors import did_you_mean
 from .table import Sheet
 from .torchtitan_degrees import Degrees
-from .torchtitan_pipeline import MULTI, NAME, VEES
+from .torchtitan_pipeline import MULTI, NAME, VEES, is_old
 
 F8, MX = "quantize.linear.float8", "quantize.linear.mx"
 CONVERTERS = "model.converters"
@@ -55,8 +55,8 @@ def _put_precision(sheet: Sheet, degrees: Degrees) -> None:
             sheet.say(PARAM, "no-effect", why)
         sheet.assumed.append(f"{why}.")
     sheet.put("precision.dtype", dtype, PARAM)
-    if sheet.value(REDUCE) == "bfloat16":
-        sheet.put("precision.gradient_dtype", "bf16", REDUCE)
+    if sheet.is_written(REDUCE):
+        sheet.put("precision.gradient_dtype", names[sheet.value(REDUCE)], REDUCE)
     if sheet.value("training.dtype") == "bfloat16":
         why = "weights, gradients and optimizer state are bf16, without fp32 ones: less memory than is modelled"
         sheet.say("training.dtype", "not-modelled", why)
@@ -97,7 +97,8 @@ def _put_narrow(sheet: Sheet, degrees: Degrees, dtype: str) -> None:
     sheet.put("precision.dtype", "fp8", *flags)
     recipe = sheet.value(f"{by}.recipe_name")
     scaling = "block" if by == MX or recipe == "mxfp8" else _SCALINGS[recipe]
-    sheet.put("precision.scaling", scaling, f"{by}.recipe_name", *flags)
+    if by == MX or recipe is not None:
+        sheet.put("precision.scaling", scaling, f"{by}.recipe_name", *flags)
     if recipe == "rowwise_with_gw_hp":
         sheet.say(f"{F8}.recipe_name", "not-modelled", "weight gradients are products in bf16; modelled are 8 bits")
     gathered = f"{F8}.enable_fsdp_float8_all_gather"
@@ -163,13 +164,14 @@ def _put_compile(sheet: Sheet, degrees: Degrees, *, has_experts: bool) -> None:
     enabled, parts = sheet.value("compile.enable"), sheet.value("compile.components")
     compiled = bool(enabled and "model" in parts)
     flags = ("compile.enable", "compile.components")
-    sheet.put("runtime.compile", compiled, *flags)
-    if enabled and "loss" in parts:
-        sheet.put("runtime.fused_loss", True, *flags)
-    if not sheet.value(ASYNC_TP) or degrees.tp == 1:
-        sheet.say(ASYNC_TP, "no-effect", "it is off" if degrees.tp > 1 else "the tensor-parallel degree is 1")
-    elif compiled:
-        sheet.put("runtime.tp_comm_overlap", True, ASYNC_TP)
+    if sheet.is_written("compile.enable"):
+        sheet.put("runtime.compile", compiled, *flags)
+    if enabled and not is_old(sheet):
+        sheet.put("runtime.fused_loss", "loss" in parts, *flags)
+    if degrees.tp == 1 or not sheet.is_written(ASYNC_TP):
+        sheet.say(ASYNC_TP, "no-effect", "the tensor-parallel degree is 1")
+    elif compiled or not sheet.value(ASYNC_TP):
+        sheet.put("runtime.tp_comm_overlap", sheet.value(ASYNC_TP), ASYNC_TP)
     else:
         sheet.say(ASYNC_TP, "no-effect", "it takes the compiler, which is off (compile.enable)")
     if degrees.pp > 1:

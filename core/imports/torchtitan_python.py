@@ -28,6 +28,7 @@ CONVERTERS = {
     "MXFP8LinearConverter": ("quantize.linear.mx", "quantize.linear.mx"),
     "MXFP8Converter": ("quantize.linear.mx", "quantize.linear.mx"),
     "MXGroupedMMConverter": ("quantize.grouped_mm.mx", "quantize.grouped_mm.mx"),
+    "Float8GroupedExpertsConverter": ("quantize.grouped_mm.float8", "quantize.grouped_mm.float8"),
     "MXFP8GroupedExpertsConverter": ("quantize.grouped_mm.mx", "quantize.grouped_mm.mx"),
 }
 """Class of a converter -> its name in model.converters, and the section of its settings."""
@@ -66,6 +67,11 @@ def python_settings(text: str, source: str, variables: Mapping[str, str]) -> lis
         )
     reading = _Reading(functions, _names(module.body), text)
     settings = reading.settings(functions[wanted])
+    if not any(each.flag == "activation_checkpoint.mode" for each in settings) or any(
+        each.flag == "activation_checkpoint.mode" and each.value == "selective" for each in settings
+    ):
+        # since March 2026 selective is by operations (distributed/activation_checkpoint.py)
+        settings.append(Written("activation_checkpoint.selective_ac_option", "op", 0))
     if not any(each.flag == "model.name" for each in settings):
         family = _family(text, source, wanted)
         settings.insert(0, Written("model.name", family, functions[wanted].lineno))
@@ -145,7 +151,7 @@ class _Reading:
                     self._configuration(value)
                 case ast.Assign() | ast.AnnAssign() | ast.Assert() | ast.ImportFrom() | ast.Import() | ast.Pass():
                     pass
-                case ast.Expr(value=ast.Constant()):
+                case ast.Expr(value=ast.Constant()) | ast.FunctionDef():
                     pass
                 case _:
                     line = ast.unparse(each).splitlines()[0]
@@ -175,8 +181,6 @@ class _Reading:
             self._clear(flag)
             mode = MODES.get(_class(node), "selective") if isinstance(node, ast.Call) else "none"
             self._put(f"{flag}.mode", mode, line)
-            if isinstance(node, ast.Call) and _class(node) == "SelectiveAC":
-                self._put(f"{flag}.selective_ac_option", "op", line)
             self._section(flag, node)
         elif flag in _FLATTENED and isinstance(node, ast.Call):
             self._clear(flag)

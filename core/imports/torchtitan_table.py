@@ -269,7 +269,7 @@ _NARROW = (
         kind=str,
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"),
     ),
-    Row(f"{_F8}.enable_float8_linear", "mapped", "precision.dtype", default=False, kind=bool),
+    Row(f"{_F8}.enable_float8_linear", "mapped", "precision.dtype", default=False, kind=(bool, str)),
     Row(f"{_F8}.enable_fsdp_float8_all_gather", "mapped", "precision.scaling", default=False, kind=bool),
     *quiet(_F8, "precompute_float8_dynamic_scale_for_fsdp", "scales of all weights in one kernel, as modelled"),
     *quiet(
@@ -291,7 +291,7 @@ _NARROW = (
     *quiet(_MX, "mxfp8_dim1_cast_kernel_choice use_fp8_dim1_cast_triton_kernel", _LIBRARY),
     *quiet(
         "quantize.grouped_mm",
-        "float8.fqns mx.fqns mx.recipe_name",
+        "float8.fqns mx.fqns mx.recipe_name float8.recipe_name float8.pad_multiple mx.pad_multiple",
         "products of experts in 8 bits go with those of the layers",
         "not-modelled",
     ),

@@ -39,18 +39,18 @@ class NoLiteral:
 def toml_settings(text: str, source: str) -> list[Written]:
     """The settings of a TOML text. Raises `FileError`."""
     tables = parse_toml(text, source)
-    return list(_leaves(tables, dict(statement_lines(text)), source))
+    return list(settings_of(tables, dict(statement_lines(text)), source))
 
 
 def json_settings(text: str, source: str) -> list[Written]:
     """The settings of a JSON object. Raises `FileError`."""
-    return list(_leaves(_table(parse_json(text, source), source), dict(_json_lines(text)), source))
+    return list(settings_of(_table(parse_json(text, source), source), dict(_json_lines(text)), source))
 
 
 def yaml_settings(text: str, source: str) -> list[Written]:
     """The settings of a YAML mapping, which JSON is too. Raises `FileError`, and `MissingExtraError` without PyYAML."""
     tables, lines = parse_yaml(text, source)
-    return list(_leaves(tables, lines, source))
+    return list(settings_of(tables, lines, source))
 
 
 def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
@@ -97,7 +97,7 @@ def _table(value: Any, source: str) -> dict[str, Any]:
     return value
 
 
-def _leaves(tables: Mapping[str, Any], lines: Mapping[tuple[str, ...], int], source: str) -> Iterator[Written]:
+def settings_of(tables: Mapping[str, Any], lines: Mapping[tuple[str, ...], int], source: str) -> Iterator[Written]:
     """The values that are no tables, and empty tables, in file order. A list of tables is one value."""
     pending: list[tuple[tuple[str, ...], Any]] = [((str(name),), value) for name, value in reversed(tables.items())]
     found = 0
