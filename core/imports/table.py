@@ -88,8 +88,7 @@ class Sheet:
         elif row is None and isinstance(each.value, NoLiteral):
             why = "this is no setting of literals, and nothing is executed."
         elif row is None:
-            known = (*self.table, *self.spellings)
-            why = f"{self.framework} has no such setting in the releases that are read{did_you_mean(each.flag, known)}"
+            why = self._unknown(each.flag)
         elif name in self._given and self._given[name].value != each.value:
             why = f"{self._given[name].flag} says the same thing in line {self._given[name].line}, and another value."
         elif complaint := complaint_about(row, each.value):
@@ -159,6 +158,20 @@ class Sheet:
     def lacks(self, flag: str, key: str | None, why: str) -> None:
         """Refuses the file because nothing says what a plan needs."""
         self._unsaid[flag] = Setting(flag, "", 0, "refused", key, why)
+
+    def leave(self, each: Written, why: str) -> None:
+        """Accounts for a setting whose value the file leaves to somebody else."""
+        known = self.spellings.get(each.flag, each.flag)
+        row = self.table.get(known) or self._row_of_section(known)
+        setting = Setting(each.flag, written_text(each.value), each.line, "refused")
+        if row is None:
+            self._settings[each.flag] = replace(setting, why=self._unknown(each.flag))
+        else:
+            self._settings[each.flag] = replace(setting, status="no-effect", key=row.key, why=why)
+
+    def _unknown(self, flag: str) -> str:
+        known = (*self.table, *self.spellings)
+        return f"{self.framework} has no such setting in the releases that are read{did_you_mean(flag, known)}"
 
     @property
     def is_refused(self) -> bool:

@@ -288,6 +288,7 @@ _NARROW = (
     ),
     Row(f"{_MX}.recipe_name", "mapped", "precision.scaling", default="mxfp8_cublas", kind=str),
     *quiet(_MX, "filter_fqns", "products that stay in bf16; modelled are all of the layers in 8 bits", "not-modelled"),
+    *quiet(_MX, "fqns", "products in 8 bits; modelled are all of the layers", "not-modelled"),
     *quiet(_MX, "mxfp8_dim1_cast_kernel_choice use_fp8_dim1_cast_triton_kernel", _LIBRARY),
     *quiet(
         "quantize.grouped_mm",
