@@ -17,7 +17,7 @@ _MESH = "parallelism_config"
 TABLE = index(
     Row("num_processes", "mapped", "cluster.num_devices", default=1, kind=int),
     Row("num_machines", "mapped", "cluster.num_devices", default=1, kind=int),
-    Row("distributed_type", "mapped", "layout.zero", default="NO", kind=_TEXT),
+    Row("distributed_type", "mapped", "layout.zero", default="NO", kind=(str, bool)),
     Row("mixed_precision", "mapped", "precision.dtype", default="no", kind=(str, bool)),
     Row("gradient_accumulation_steps", "mapped", "batch.global", default=1, kind=(int, str)),
     Row("gradient_clipping", "mapped", "optimizer.clip_grad_norm", kind=(int, float)),
@@ -107,7 +107,8 @@ TABLE = index(
         "deepspeed_config",
         "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter "
         "deepspeed_inclusion_filter zero3_init_flag "
-        "zero3_save_16bit_model deepspeed_moe_layer_cls_names offload_optimizer_nvme_path offload_param_nvme_path",
+        "zero3_save_16bit_model seq_parallel_communication_data_type deepspeed_moe_layer_cls_names "
+        "offload_optimizer_nvme_path offload_param_nvme_path",
         _LAUNCH,
     ),
     Row("megatron_lm_config.megatron_lm_tp_degree", "mapped", "layout.tp", default=1, kind=int),
@@ -162,7 +163,7 @@ def read(request: Request) -> Imported:
 
 
 def _put_layout(sheet: Sheet, num_devices: int | None) -> None:
-    kind = str(sheet.value("distributed_type")).upper()
+    kind = str(sheet.value("distributed_type") or "NO").upper()  # YAML reads NO as false
     zero = {
         "FSDP": None,
         "DEEPSPEED": sheet.value("deepspeed_config.zero_stage"),

@@ -14,7 +14,7 @@ _NUMBER: Kind = (int, float)
 _WHOLE = "an int, or a part of the model"
 _DRAWN = "how weights are drawn; no step changes"
 _FUSED = "kernels are those of the profile"
-_BESIDE = "beside a step: what is read, printed, checked and saved"
+_APART = "apart from a step: what is read, printed, checked and saved"
 _LAYER = "our layers lack it"
 _SENT = "how ranks exchange is the profile's"
 
@@ -338,9 +338,9 @@ REST = (
         "qk_clip_alpha qk_clip_threshold cache_mla_latents linear_conv_kernel_dim linear_key_head_dim "
         "linear_value_head_dim "
         "linear_num_key_heads linear_num_value_heads",
-        _BESIDE,
+        _APART,
     ),
-    *quiet("model", "generation_config.* text_config.* hf_config.* timers.*", _BESIDE),
+    *quiet("model", "generation_config.* text_config.* hf_config.* timers.*", _APART),
     *quiet(
         "ddp",
         "bucket_size align_param_gather average_in_collective pad_buckets_for_high_nccl_busbw num_buckets "
@@ -366,14 +366,14 @@ REST = (
         "dataset.* tokenizer.* logger.* checkpoint.* rng.* rerun_state_machine.* dist.* straggler.* "
         "nvrx_straggler.* ft.* "
         "inprocess_restart.* profiling.* train.* tensor_inspect.* validation.*",
-        _BESIDE,
+        _APART,
     ),
     *quiet(
         "",
         "ft inprocess_restart nvrx_straggler straggler profiling tensor_inspect rerun_state_machine "
         "_target_ dataset tokenizer "
         "optimizer_config_override_provider",
-        _BESIDE,
+        _APART,
     ),
 )
 

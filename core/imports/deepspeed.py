@@ -97,7 +97,10 @@ TABLE = index(
         "ZeRO++ and older names of offloading change what is sent, which a plan has no key for",
     ),
     *quiet(
-        "zero_optimization", "offload_optimizer.* offload_param.*", "buffers of the copies to the host", "not-modelled"
+        "zero_optimization",
+        "offload_optimizer.* offload_param.* zenflow.*",
+        "buffers of the copies to the host",
+        "not-modelled",
     ),
     *quiet("zero_optimization", "cpu_offload_param", "parameters on the host", "not-modelled"),
     *quiet(
@@ -134,6 +137,7 @@ TABLE = index(
         "progressive_layer_drop.* sparse_attention.* eigenvalue.* hybrid_engine.* quantize_training.* "
         "pipeline.* checkpoint.* aio.* "
         "sequence_parallel.* tensor_parallel.* nebula.* autotuning.* weight_quantization.* zenflow.* "
+        "sequence_parallel_size "
         "mixture_of_experts.* moe.*",
         "a feature of DeepSpeed that a plan has no key for",
         "not-modelled",
@@ -149,7 +153,7 @@ TABLE = index(
         "",
         "steps_per_print wall_clock_breakdown memory_breakdown tensorboard.* wandb.* csv_monitor.* comet.* "
         "monitor_config.* "
-        "comms_logger.* flops_profiler.* debug timers.*",
+        "comms_logger.* comms_config.* _comment flops_profiler.* debug timers.*",
         _LOGS,
     ),
 )

@@ -190,8 +190,8 @@ def complaint_about(row: Row, value: Any) -> str:
         return ""
     if isinstance(value, NoLiteral):
         return f"this is {shown(str(value))} and no literal, and nothing is executed." if row.status == "mapped" else ""
+    assert row.kind is not None
     kinds = row.kind if isinstance(row.kind, tuple) else (row.kind,)
-    assert kinds != (None,)
     is_kind = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     if not is_kind and not (float in kinds and isinstance(value, int) and not isinstance(value, bool)):
         return f"this is {shown(value)}, and {row.flag} takes {' or '.join(_WORDS[kind] for kind in kinds)}."

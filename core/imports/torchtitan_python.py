@@ -67,11 +67,11 @@ def python_settings(text: str, source: str, variables: Mapping[str, str]) -> lis
         )
     reading = _Reading(functions, _names(module.body), text)
     settings = reading.settings(functions[wanted])
-    if not any(each.flag == "activation_checkpoint.mode" for each in settings) or any(
-        each.flag == "activation_checkpoint.mode" and each.value == "selective" for each in settings
-    ):
+    said = {each.flag: each.value for each in settings}
+    option = "activation_checkpoint.selective_ac_option"
+    if said.get("activation_checkpoint.mode", "selective") == "selective" and option not in said:
         # since March 2026 selective is by operations (distributed/activation_checkpoint.py)
-        settings.append(Written("activation_checkpoint.selective_ac_option", "op", 0))
+        settings.append(Written(option, "op", 0))
     if not any(each.flag == "model.name" for each in settings):
         family = _family(text, source, wanted)
         settings.insert(0, Written("model.name", family, functions[wanted].lineno))
@@ -204,7 +204,7 @@ class _Reading:
         if not (isinstance(node, ast.List) and len(node.elts) == 1 and isinstance(node.elts[0], ast.Call)):
             return None
         keywords = {each.arg: each.value for each in node.elts[0].keywords}
-        options = self._literal(keywords.get("optimizer_kwargs", ast.Constant({})))
+        options = self._literal(keywords["optimizer_kwargs"]) if "optimizer_kwargs" in keywords else {}
         if not isinstance(options, dict) or "optimizer_name" not in keywords:
             return None
         return iter([("name", self._literal(keywords["optimizer_name"])), *options.items()])
@@ -274,7 +274,8 @@ class _Reading:
             case ast.Dict(keys=keys, values=values) if depth < 50 and all(
                 isinstance(key, ast.Constant) for key in keys
             ):
-                return {key.value: self._literal(value, depth + 1) for key, value in zip(keys, values, strict=True)}
+                names = [key.value for key in keys if isinstance(key, ast.Constant)]
+                return {name: self._literal(value, depth + 1) for name, value in zip(names, values, strict=True)}
         return NoLiteral(ast.unparse(node)[:200])
 
 

@@ -160,7 +160,7 @@ _TRAINING = (
         "not-modelled",
     ),
     *quiet(
-        "training.dataloader", "num_workers persistent_workers pin_memory prefetch_factor", "text is read beside a step"
+        "training.dataloader", "num_workers persistent_workers pin_memory prefetch_factor", "text is read during a step"
     ),
     *quiet("training", "gc_freq gc_debug", "Python's garbage collection; milliseconds every so many steps"),
     *quiet(
@@ -210,7 +210,7 @@ _MODEL = (
     *quiet("inference", "local_batch_size prompts_path save_img_folder img_size", "of image models"),
 )
 
-_KEPT = (
+_RECOMPUTED = (
     Row(
         "activation_checkpoint.mode",
         "mapped",
@@ -321,7 +321,7 @@ _PROFILING = (
     "run_profiler save_memory_snapshot_folder save_traces_folder trace_post_processor"
 )
 
-_BESIDE = (
+_APART = (
     Row("comm.mode", "no-effect", None, "fake and local modes are for trying a configuration", kind=str),
     *quiet("comm", "init_timeout_seconds train_timeout_seconds timeout_seconds", _TIMEOUT),
     *quiet("comm", "save_traces_file_prefix save_traces_folder trace_buf_size", _PRINTS),
@@ -389,24 +389,31 @@ _BESIDE = (
     *quiet(
         "validation.dataloader",
         "num_workers persistent_workers pin_memory prefetch_factor",
-        "text is read beside a step",
+        "text is read during a step",
     ),
     *quiet("", "dump_folder hf_assets_path", _PRINTS),
     *quiet("", "loss", "the same loss, whole or in chunks: chunks keep fewer logits than is modelled", "not-modelled"),
     *quiet(
         "",
         "tokenizer dataloader validator metrics profiler profiling",
-        "beside a step: what is read, printed and tried",
+        "apart from a step: what is read, printed and tried",
     ),
     *quiet("", "override", "what is replaced in the model is not read", "not-modelled"),
+    *quiet(
+        "",
+        "metrics.* profiling.* validation.* job.*",
+        "no setting of torchtitan's releases, in a section of which none changes a step",
+    ),
     *quiet("model_spec", "model.*", "the shape is that of the flavor, of which torchtitan makes these"),
     *quiet(
-        "", "dataloader.* tokenizer.* loss.* validator.* override.*", "beside a step: what is read, printed and tried"
+        "",
+        "dataloader.* tokenizer.* loss.* validator.* override.*",
+        "apart from a step: what is read, printed and tried",
     ),
 )
 
 TABLE = index(
-    _DEGREES, _PIPELINE, _TRAINING, _MODEL, _KEPT, _COMPILED, _NARROW, _SAVED, _BESIDE
+    _DEGREES, _PIPELINE, _TRAINING, _MODEL, _RECOMPUTED, _COMPILED, _NARROW, _SAVED, _APART
 )  # fmt: skip
 """Name in v0.2.2 -> row."""
 

@@ -57,7 +57,7 @@ def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[tuple[str, 
     """The mapping of a YAML text, and the line of every path in it; only what `yaml.safe_load` makes. Raises
     `FileError` for a text that is none, or whose aliases unfold to more than `MOST_SETTINGS`."""
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise MissingExtraError(
             f"{source}: reading YAML needs PyYAML, which is not installed. Run `pip install 'shardproof[import]'`."
@@ -99,7 +99,9 @@ def _table(value: Any, source: str) -> dict[str, Any]:
 
 def settings_of(tables: Mapping[str, Any], lines: Mapping[tuple[str, ...], int], source: str) -> Iterator[Written]:
     """The values that are no tables, and empty tables, in file order. A list of tables is one value."""
-    pending: list[tuple[tuple[str, ...], Any]] = [((str(name),), value) for name, value in reversed(tables.items())]
+    pending: list[tuple[tuple[str, ...], Any]] = [
+        ((str(name),), value) for name, value in reversed(list(tables.items()))
+    ]
     found = 0
     while pending:
         path, value = pending.pop()
@@ -110,7 +112,7 @@ def settings_of(tables: Mapping[str, Any], lines: Mapping[tuple[str, ...], int],
                 f"{MOST_NESTED}, which no such file does."
             )
         if isinstance(value, Mapping) and value:
-            pending += [((*path, str(name)), inner) for name, inner in reversed(value.items())]
+            pending += [((*path, str(name)), inner) for name, inner in reversed(list(value.items()))]
             continue
         line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
         yield Written(".".join(path), value, line)
