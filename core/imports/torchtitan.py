@@ -52,7 +52,10 @@ PLAN_SECTIONS = frozenset(
 )
 """Sections of a plan that torchtitan does not have; a file with one of them is a plan."""
 
-_HEADER = re.compile(r"^\s*\[+\s*[\"']?(\w+)", re.MULTILINE)
+_HEADER = re.compile(r"^\s*(?:\[+\s*[\"']?)?(\w+)(?=[\"'.\]]|\s*=\s*\{)", re.MULTILINE)
+"""The first name of a table's header, of a dotted key, or of an inline table."""
+
+_FLAVOR = re.compile(r"^\s*flavor\s*=", re.MULTILINE)
 
 
 def recognises(request: Request) -> bool:
@@ -62,13 +65,16 @@ def recognises(request: Request) -> bool:
         return '"parallelism"' in text and '"training"' in text and '"activation_checkpoint"' in text
     if name.endswith(".py"):
         return "torchtitan" in text and ("Trainer.Config(" in text or "ParallelismConfig(" in text)
-    if not OWN_SECTIONS.intersection(_HEADER.findall(text)):
+    headers = set(_HEADER.findall(text))
+    if not (OWN_SECTIONS & headers or _FLAVOR.search(text)):
         return False
     try:
-        sections = set(parse_toml(text, name))
+        tables = parse_toml(text, name)
     except FileError:
-        sections = set(_HEADER.findall(text))
-    return bool(sections & OWN_SECTIONS) and not sections & PLAN_SECTIONS
+        return not headers & PLAN_SECTIONS
+    model = tables.get("model")
+    is_own = OWN_SECTIONS & tables.keys() or (isinstance(model, dict) and "flavor" in model)
+    return bool(is_own) and not tables.keys() & PLAN_SECTIONS
 
 
 def read(request: Request) -> Imported:

@@ -48,14 +48,14 @@ def _qwen(layers: int, width: int, mlp: int, heads: int, kv_heads: int = 8, **mo
     }
 
 
-_LLAMA2 = {"vocab_size": 32000}
-_LLAMA3_SCALING = {
+_LLAMA2: Fields = {"vocab_size": 32000}
+_LLAMA3_SCALING: Fields = {
     "rope_theta": 500000.0,
     "rope_scaling": "llama3",
     "rope_factor": 8.0,
     "rope_original_positions": 8192,
 }
-_BIASED = {"expert_bias": True}
+_BIASED: Fields = {"expert_bias": True}
 """MoEArgs.load_balance_coeff (torchtitan/models/moe/moe.py) is 1e-3 unless a flavor says otherwise: none here does."""
 
 _LATENT: Fields = {

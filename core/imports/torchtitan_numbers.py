@@ -166,8 +166,8 @@ def _put_compile(sheet: Sheet, degrees: Degrees, *, has_experts: bool) -> None:
     flags = ("compile.enable", "compile.components")
     if sheet.is_written("compile.enable"):
         sheet.put("runtime.compile", compiled, *flags)
-    if enabled and not is_old(sheet):
-        sheet.put("runtime.fused_loss", "loss" in parts, *flags)
+    if enabled and "loss" in parts and not is_old(sheet):
+        sheet.put("runtime.fused_loss", True, *flags)
     if degrees.tp == 1 or not sheet.is_written(ASYNC_TP):
         sheet.say(ASYNC_TP, "no-effect", "the tensor-parallel degree is 1")
     elif compiled or not sheet.value(ASYNC_TP):

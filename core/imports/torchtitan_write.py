@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from ..base.errors import ShardproofError
@@ -101,14 +102,23 @@ def _model(plan: Plan) -> Iterator[tuple[str, Any]]:
 
 def _flavor_of(model: ModelSpec) -> tuple[str, str] | None:
     """The family and flavor with this shape; None where there is none, and one has to be registered."""
-    free: dict[str, Any] = {"name": "", "max_positions": 1}
+    return _flavors().get(replace(model, **_FREE))
+
+
+_FREE: dict[str, Any] = {"name": "", "max_positions": 1}
+"""What no step depends on."""
+
+
+@lru_cache(maxsize=1)
+def _flavors() -> dict[ModelSpec, tuple[str, str]]:
+    """Shape -> family and flavor, of all; the first of equal ones."""
+    found: dict[ModelSpec, tuple[str, str]] = {}
     for family, flavors in MODELS.items():
         for flavor, fields in flavors.items():
             given = {key: Given(value, "") for key, value in fields.items()}
-            known = Draft({"model": given, "batch": {"sequence": Given(1, "")}}, "").model()
-            if known is not None and replace(known, **free) == replace(model, **free):
-                return family, flavor
-    return None
+            if (model := Draft({"model": given, "batch": {"sequence": Given(1, "")}}, "").model()) is not None:
+                found.setdefault(replace(model, **_FREE), (family, flavor))
+    return found
 
 
 def _mesh(plan: Plan) -> Iterator[tuple[str, Any]]:
