@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Callable
 
-from ..base.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.schedule_of import schedule_for
 from ..plan.write import toml_value
@@ -133,14 +132,8 @@ WRITERS: dict[str, Callable[[Plan], Exported]] = {
 
 
 def nodes_of(plan: Plan) -> tuple[int, int]:
-    """Nodes, and ranks on each. Raises `PlanError` where the last node would have fewer, for which launchers have no
-    one number."""
+    """Nodes, and ranks on each: a plan fills its nodes."""
     ranks = min(plan.world_size, plan.cluster.devices_per_node)
-    if plan.world_size % ranks:
-        raise PlanError(
-            f"{plan.world_size} ranks do not fill nodes of {ranks} devices, and launchers start as many on each. "
-            f"Set cluster.devices_per_node to a divisor of {plan.world_size}."
-        )
     return plan.world_size // ranks, ranks
 
 

@@ -85,6 +85,8 @@ class Sheet:
         if row is None and self.takes_unknown_off and each.value in (None, False):
             setting = replace(setting, status="not-modelled")
             why = "this setting is not known; it is off"
+        elif row is None and each.value == {} and any(flag.startswith(f"{name}.") for flag in self.table):
+            setting, why = replace(setting, status="no-effect"), "a section without settings"
         elif row is None and isinstance(each.value, NoLiteral):
             why = "this is no setting of literals, and nothing is executed."
         elif row is None:

@@ -62,10 +62,15 @@ def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[tuple[str, 
         raise MissingExtraError(
             f"{source}: reading YAML needs PyYAML, which is not installed. Run `pip install 'shardproof[import]'`."
         ) from None
+    if _deepest(text) > MOST_NESTED:  # the parser takes seconds, and the stack
+        raise FileError(
+            f"{source}: brackets of this YAML are nested deeper than {MOST_NESTED}, which no such file does."
+        )
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = loader.get_single_node()
         lines = dict(_yaml_lines(node, yaml.MappingNode))
-        tables = yaml.safe_load(text)
+        tables = None if node is None else loader.construct_document(node)
     except RecursionError:
         raise FileError(f"{source}: this YAML is nested too deeply.") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
@@ -75,6 +80,15 @@ def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[tuple[str, 
         place = Location(source, line)
         raise FileError([Problem(f"this is not YAML: {said}.", place=place, origin=f"{source}:{line}")]) from None
     return _table(tables, source), lines
+
+
+def _deepest(text: str) -> int:
+    """The most brackets open at once, strings counted too."""
+    depth = deepest = 0
+    for letter in re.findall(r"[\[\]{}]", text):
+        depth += 1 if letter in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _yaml_lines(node: Any, mapping: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
