@@ -164,19 +164,21 @@ def read_plan(args: argparse.Namespace) -> Plan:
     """The plan that PLAN and the options describe. Raises `PlanError` with all problems, each with its file
     and line or its option."""
     values, source = _values(args)
-    if args.plan is None:
-        _fill_batch(values)
-        _fill_schedule(values)
-    return build_plan(values, source)
+    return _filled(args, values, source)
 
 
 def read_any_plan(args: argparse.Namespace) -> AnyPlan:
     """The same for verbs that take [[modules]] too: a plan of several models where PLAN has them."""
-    if args.plan is not None:
-        values, source = _values(args)
-        if num_modules(values):
-            return any_plan(values, source)
-    return read_plan(args)
+    values, source = _values(args)
+    return any_plan(values, source) if num_modules(values) else _filled(args, values, source)
+
+
+def _filled(args: argparse.Namespace, values: Values, source: str) -> Plan:
+    """The plan of these values; what options leave out where there is no PLAN is filled in."""
+    if args.plan is None:
+        _fill_batch(values)
+        _fill_schedule(values)
+    return build_plan(values, source)
 
 
 def read_search_space(args: argparse.Namespace) -> SearchSpace:

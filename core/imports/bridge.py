@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..base.bounds import DEVICES, LAYERS
 from ..base.errors import FileError
 from .account import Imported, Request
 from .bridge_table import TABLE
@@ -25,6 +26,9 @@ _MODULES = {"layernorm": "norm"}
 _CHUNKED = ("uniform",)
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _M = "model."
+
+MOST = int(DEVICES.most)
+"""The largest degree."""
 
 
 def recognises(request: Request) -> bool:
@@ -229,7 +233,9 @@ def _put_experts(sheet: Sheet) -> None:
 def _put_dense_layers(sheet: Sheet) -> None:
     """Puts how many layers come before the first with experts."""
     layers, given = sheet.value("model.num_layers"), sheet.value("model.moe_layer_freq")
-    pattern = given if isinstance(given, list) else [1] * layers if given == 1 else None
+    if given == 1:
+        return
+    pattern = given if isinstance(given, list) else None
     if (
         pattern is None
         or any(each not in (0, 1) for each in pattern)
@@ -252,8 +258,8 @@ def _put_layout(sheet: Sheet, num_devices: int | None) -> None:
         "expert_model_parallel_size",
     )
     tp, pp, cp, ep = (sheet.value(_M + name) for name in names)
-    if bad := [name for name, value in zip(names, (tp, pp, cp, ep), strict=True) if value < 1]:
-        sheet.refuse(_M + bad[0], "a degree is at least 1.")
+    if bad := [name for name, value in zip(names, (tp, pp, cp, ep), strict=True) if not 1 <= value <= MOST]:
+        sheet.refuse(_M + bad[0], f"a degree is 1 to {MOST:,}.")
         return
     size = math.prod((tp, pp, cp))
     if num_devices is None or num_devices % size or not num_devices:
@@ -303,8 +309,13 @@ def _put_stages(sheet: Sheet, pp: int) -> None:
         sheet.value("model.virtual_pipeline_model_parallel_size") or 1,
         sheet.value("model.pipeline_model_parallel_layout"),
     )
-    layers = sheet.value("model.num_layers")
-    if pp == 1:
+    layers = sheet.value("model.num_layers") or 0
+    if not 1 <= vpp <= LAYERS.most:
+        sheet.refuse(
+            "model.virtual_pipeline_model_parallel_size", "a rank has at least one stage, and no more than layers."
+        )
+        return
+    if pp == 1 or not 0 <= layers <= LAYERS.most:  # the plan itself refuses that many layers
         return
     if layout is not None:
         text = layout if isinstance(layout, str) else "|".join(_cells(layout))

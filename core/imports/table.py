@@ -114,8 +114,13 @@ class Sheet:
         return any(flag in self._given for flag in flags)
 
     def value(self, flag: str) -> Any:
-        """What the file says, else the program's default."""
-        return self._given[flag].value if flag in self._given else self.table[flag].default
+        """What the file says, else, and where it says null, the program's default."""
+        written = self._given[flag].value if flag in self._given else None
+        return self.table[flag].default if written is None else written
+
+    def is_null(self, flag: str) -> bool:
+        """Whether the file says null, none or the like, which here is not the default."""
+        return flag in self._given and self._given[flag].value is None
 
     def spelled(self, flag: str) -> str:
         """The name under which the file has a setting; its usual one where the file does not."""

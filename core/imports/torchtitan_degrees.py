@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..base.bounds import DEVICES
 from .table import Sheet
 
 REPLICATE = "parallelism.data_parallel_replicate_degree"
@@ -15,6 +16,9 @@ CP = "parallelism.context_parallel_degree"
 PP = "parallelism.pipeline_parallel_degree"
 EP = "parallelism.expert_parallel_degree"
 ETP = "parallelism.expert_tensor_parallel_degree"
+
+MOST = int(DEVICES.most)
+"""The largest degree."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,10 @@ class Degrees:
 def put_degrees(sheet: Sheet, num_devices: int | None) -> Degrees | None:
     """Puts devices and layout. None where they cannot be said, which is refused."""
     given = {flag: sheet.value(flag) for flag in (REPLICATE, SHARD, TP, CP, PP, EP)}
-    bad = [flag for flag, value in given.items() if value < 1 and not (flag == SHARD and value == -1)]
+    bad = [flag for flag, value in given.items() if not 1 <= value <= MOST and not (flag == SHARD and value == -1)]
     for flag in bad:
-        sheet.refuse(flag, "a degree is at least 1" + (", or -1 for what is left." if flag == SHARD else "."))
+        least = "a degree is at least 1" + (", or -1 for what is left." if flag == SHARD else ".")
+        sheet.refuse(flag, least if given[flag] < 1 else f"a degree is at most {MOST:,}.")
     if bad:
         return None
     if sheet.value("training.data_parallel_type") == "ddp":
@@ -90,7 +95,8 @@ def _put_layout(sheet: Sheet, degrees: Degrees) -> None:
         if sheet.is_written(rotates):
             how = {"allgather": "all_gather", "alltoall": "ring"}[sheet.value(rotates)]
             sheet.put("runtime.context_parallel", how, rotates)
-        if sheet.value("parallelism.context_parallel_load_balancer") != "headtail":
+        balancer = "parallelism.context_parallel_load_balancer"
+        if sheet.value(balancer) != "headtail" or sheet.is_null(balancer):
             sheet.say(
                 "parallelism.context_parallel_load_balancer",
                 "not-modelled",

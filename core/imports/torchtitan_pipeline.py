@@ -106,6 +106,9 @@ def _counts(sheet: Sheet, pp: int, num_layers: int | None, *, single: bool) -> l
     if num_layers is None:
         return []
     first, last = sheet.value(FIRST_LESS), sheet.value(LAST_LESS)
+    if not (0 <= first < num_layers and 0 <= last < num_layers):
+        sheet.refuse(FIRST_LESS if not 0 <= first < num_layers else LAST_LESS, f"the model has {num_layers} layers.")
+        return []
     num_stages = pp if single else 2 * pp
     if sheet.value(SIZE) is not None:
         if sheet.value(SIZE) < 1:
@@ -119,6 +122,9 @@ def _counts(sheet: Sheet, pp: int, num_layers: int | None, *, single: bool) -> l
                 f"{pp} ranks, which the schedule does not take ({'one' if single else 'two or more'} a rank).",
             )
             return []
+    if num_stages > num_layers + first + last:
+        sheet.refuse(PP, f"{num_layers} layers do not fill {num_stages} stages.")
+        return []
     counts = _old_cut(num_layers, num_stages) if is_old(sheet) else _weighted_cut(num_layers, num_stages, first, last)
     if min(counts) < 0 or sum(counts) != num_layers:
         sheet.refuse(PP, f"{num_layers} layers do not fill {num_stages} stages.")
