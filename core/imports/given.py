@@ -51,6 +51,14 @@ def values_of(
     return imported.values, imported
 
 
+def places_of(source: str) -> Values:
+    """The values of a file for the sake of their lines: those of somebody else's as far as they follow from the file
+    alone, whatever of it is refused. Raises `PlanError` for a file that cannot be read."""
+    text = read_text(source)
+    imported = import_file(Request(text, source))
+    return read_values(text, source) if imported is None else imported.values
+
+
 def known_formats() -> str:
     """The formats that are read, in words."""
     return ", ".join(f"{each.name} ({each.title})" for each in READERS)
