@@ -25,7 +25,7 @@ from ..core.commands.options import (
     read_durations,
     read_search_space,
 )
-from ..core.plan.plan import AnyPlan, ModularPlan, Plan, only_model
+from ..core.plan.plan import AnyPlan, Plan, only_model
 from ..core.plan.rules import RULES
 from .network.link_loads import axes_of, busiest, link_loads, loaded_topology
 from .search.fit import fit

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..base.errors import ShardproofError
 from ..base.findings import DEGREES, NOWHERE, Finding, Location
 from ..base.names import shortened
-from ..imports.given import values_of
+from ..imports.given import places_of
 from ..plan.toml import Given, Values
 
 LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
@@ -52,7 +52,7 @@ _SAID_BY = {
 
 def location_of_key(source: str | None, key: str | None) -> Location:
     """The place of a dotted key in a plan file, which has been read before; without a file, none."""
-    return NOWHERE if source is None else Location(source, line_about(values_of(source)[0], key))
+    return NOWHERE if source is None else Location(source, line_about(places_of(source), key))
 
 
 def line_about(values: Values, key: str | None) -> int | None:

@@ -10,8 +10,8 @@ from functools import partial
 from ..base.errors import PlanError
 from ..base.files import read_text, write_text
 from ..base.terminal import say, table
-from ..imports.account import STATUSES, Imported, Request
-from ..imports.given import import_file, known_formats, unknown_format
+from ..imports.account import STATUSES, Imported
+from ..imports.given import import_file, known_formats, request_of, unknown_format
 from ..plan.plan import any_plan
 from .commands import Command
 from .options import add_output, add_plan, emit, import_variables, option_values, with_options
@@ -30,10 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plan is None:
         raise PlanError(f"import which file? Give it: {known_formats()}.")
     options = option_values(args)
-    devices = options.get("cluster", {}).get("num_devices")
-    request = Request(
-        read_text(args.plan), args.plan, None if devices is None else devices.value, import_variables(args)
-    )
+    request = request_of(read_text(args.plan), args.plan, options, import_variables(args))
     if (imported := import_file(request, args.import_from)) is None:
         raise unknown_format(args.plan)
     refused = any(imported.of_status("refused"))

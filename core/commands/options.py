@@ -295,13 +295,7 @@ def with_options(values: Values, options: Values) -> Values:
 def given_values(args: argparse.Namespace, options: Values) -> tuple[Values, Imported | None]:
     """The values of PLAN, and its account where it is somebody else's file. `options` tell how many devices there are.
     Raises `PlanError` as `values_of` does."""
-    devices = options.get("cluster", {}).get("num_devices")
-    return values_of(
-        args.plan,
-        named=args.import_from,
-        num_devices=None if devices is None else devices.value,
-        variables=import_variables(args),
-    )
+    return values_of(args.plan, named=args.import_from, options=options, variables=import_variables(args))
 
 
 def import_variables(args: argparse.Namespace) -> dict[str, str]:

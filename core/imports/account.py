@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..base.errors import PlanError, Problem
 from ..base.findings import Location
-from ..plan.toml import Values
+from ..plan.toml import Given, Values
 
 Status = Literal["mapped", "no-effect", "not-modelled", "refused"]
 """What became of a setting. `mapped`: it is a key of the plan. `no-effect`: bits, time and memory of a step do not
@@ -43,13 +43,15 @@ class Setting:
 class Request:
     """What a reader is given: the file's text, its name, and what the command line adds.
 
-    `num_devices` is that of --devices, `variables` what --variable gives the file's unset variables, and `version` the
+    `num_devices` is that of --devices, `model` the keys of [model] that options give in the place of the file's,
+    `variables` what --variable gives the file's unset variables, and `version` the
     framework's version where the user names one.
     """
 
     text: str
     source: str
     num_devices: int | None = None
+    model: Mapping[str, Given] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     version: str | None = None
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from ..base.errors import PlanError
 from ..base.files import read_text
-from ..plan.toml import Values, read_values
+from ..plan.toml import Given, Values, read_values
 from .account import Imported, Request
 from .readers import READERS, reader_of
 
@@ -24,21 +24,39 @@ def import_file(request: Request, named: str | None = None) -> Imported | None:
     return None if reader is None else reader.read(replace(request, version=version or None))
 
 
+def request_of(
+    text: str, source: str, options: Mapping[str, Mapping[str, Given]], variables: Mapping[str, str]
+) -> Request:
+    """What a reader is given: a file, and what the command line's keys of a plan (section -> key) add to it."""
+    devices = options.get("cluster", {}).get("num_devices")
+    model = options.get("model", {})
+    given = model if {"preset", "config"} & model.keys() else {}
+    return Request(text, source, None if devices is None else devices.value, given, variables)
+
+
 def values_of(
     source: str,
     *,
     named: str | None = None,
-    num_devices: int | None = None,
+    options: Mapping[str, Mapping[str, Given]] = MappingProxyType({}),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Values, Imported | None]:
-    """The values of the plan that a file describes, and its account where it is somebody else's. Raises `PlanError`
-    with every problem, refused settings among them."""
+    """The values of the plan that a file describes, and its account where it is somebody else's. `options` are the keys
+    of a plan that the command line gives. Raises `PlanError` with every problem, refused settings among them."""
     text = read_text(source)
-    imported = import_file(Request(text, source, num_devices, variables), named)
+    imported = import_file(request_of(text, source, options, variables), named)
     if imported is None:
         return read_values(text, source), None
     imported.raise_refused()
     return imported.values, imported
+
+
+def places_of(source: str) -> Values:
+    """The values of a file for the sake of their lines: those of somebody else's as far as they follow from the file
+    alone, whatever of it is refused. Raises `PlanError` for a file that cannot be read."""
+    text = read_text(source)
+    imported = import_file(Request(text, source))
+    return read_values(text, source) if imported is None else imported.values
 
 
 def known_formats() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..base.errors import UnknownNameError
+from . import accelerate, bridge, deepspeed, torchtitan
 from .account import Imported, Request
 
 
@@ -20,7 +21,12 @@ class Reader:
     read: Callable[[Request], Imported]
 
 
-READERS: tuple[Reader, ...] = ()
+READERS: tuple[Reader, ...] = (
+    Reader("torchtitan", "torchtitan's TOML, JSON and Python configurations", torchtitan.recognises, torchtitan.read),
+    Reader("bridge", "Megatron-Bridge's run_config.yaml", bridge.recognises, bridge.read),
+    Reader("deepspeed", "DeepSpeed's JSON", deepspeed.recognises, deepspeed.read),
+    Reader("accelerate", "accelerate's YAML", accelerate.recognises, accelerate.read),
+)
 """The first that recognises a file reads it."""
 
 

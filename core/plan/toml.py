@@ -62,7 +62,7 @@ def read_values(text: str, source: str) -> Values:
             f"{source}: this file has {count:,} sections, keys and modules, and a plan has at most "
             f"{MOST_KEYS:,}. Give a plan."
         )
-    lines = dict(_statement_lines(text))
+    lines = dict(statement_lines(text))
     folder = Path(source).parent
     values: Values = {}
     for section, table in tables.items():
@@ -85,7 +85,7 @@ def _module_values(tables: list[Mapping[str, Any]], text: str, source: str) -> V
     """The sections of every module, with the lines of the module's own statements."""
     lines: dict[tuple[Any, ...], int] = {}
     number = -1
-    for path, line in _statement_lines(text):
+    for path, line in statement_lines(text):
         if path == (MODULES,):
             number += 1
         if path[0] == MODULES:
@@ -115,7 +115,7 @@ _WITHOUT_MEANING = re.compile(
 "String" and "Comment")."""
 
 
-def _statement_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
+def statement_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
     """The path of every table and key of a valid TOML text, with the line on which its statement starts.
 
     A statement ends with the first line at whose end no bracket is open, outside strings.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...core.base.findings import NOWHERE, Finding, Location
 from ...core.commands.github import line_about
-from ...core.imports.given import values_of
+from ...core.imports.given import places_of
 from .rules.rule import SCHEDULE_KEY
 
 
@@ -20,7 +20,7 @@ def location_of(finding: Finding, source: str | None) -> Location:
         return NOWHERE
     if source.lower().endswith(".csv"):
         return _row_of(finding, source)
-    values, _ = values_of(source)
+    values = places_of(source)
     written = values.get("schedule", {}).get("file")
     is_about_a_row = finding.key == SCHEDULE_KEY and finding.axis is None  # else about copies of a stage
     if is_about_a_row and written is not None:
