@@ -28,8 +28,9 @@ from ..memory.memory import RankMemory, rank_memories
 from ..simulation.simulate import simulate
 from ..stack.profiles import profile_of
 from ..step.step import worst
-from .bounds import chain_bounds_s, family_bound_s, lower_bound_s, memory_bound_bytes
-from .space import Cut, Family, Tally, cuts, families, variants
+from .bounds import chain_bounds_s, family_bound_s, lower_bound_s
+from .memory_floor import MemoryFloors
+from .space import Cut, Family, Tally, cuts, families, fitting, variants
 
 NUM_RANKED = 10
 """Candidates in the report."""
@@ -99,9 +100,10 @@ def _best(space: SearchSpace, tally: Tally) -> list[tuple[Plan, dict[str, Any]]]
     plans (Land & Doig 1960)."""
     place = count()
     shared: dict[tuple[object, ...], Any] = {}
+    floors = MemoryFloors()
     queue: list[tuple[float, int, Family | Cut | Plan]] = [
         (family_bound_s(family, Pricing(family.plan, shared=shared)), next(place), family)
-        for family in families(space, tally)
+        for family in _possible(space, floors, tally)
     ]
     heapq.heapify(queue)
     ranked: list[tuple[float, int, Plan, dict[str, Any]]] = []
@@ -115,7 +117,7 @@ def _best(space: SearchSpace, tally: Tally) -> list[tuple[Plan, dict[str, Any]]]
             for cheap_s, cut in _bounded(entry, shared):
                 heapq.heappush(queue, (max(bound_s, cheap_s), next(place), cut))
         elif isinstance(entry, Cut):
-            for sharp_s, plan in _fitting(entry, space, tally):
+            for sharp_s, plan in _sharpened(entry, space):
                 heapq.heappush(queue, (max(bound_s, sharp_s), next(place), plan))
         elif (reason := _misfit(entry)) is not None:
             tally.reject(reason)
@@ -148,12 +150,18 @@ def _bounded(family: Family, shared: dict[tuple[object, ...], Any]) -> Iterator[
         )
 
 
-def _fitting(cut: Cut, space: SearchSpace, tally: Tally) -> Iterator[tuple[float, Plan]]:
-    """(sharp bound in seconds, plan) of what may fit."""
+def _possible(space: SearchSpace, floors: MemoryFloors, tally: Tally) -> Iterator[Family]:
+    """The families with what may fit of them."""
+    for family in families(space, tally):
+        usable = capacity_of(family.plan).usable_bytes  # goes by the degrees alone
+        left = fitting(family, space, lambda plan, most=usable: floors.bytes_of(plan) <= most, tally)
+        if left is not None:
+            yield left
+
+
+def _sharpened(cut: Cut, space: SearchSpace) -> Iterator[tuple[float, Plan]]:
+    """(sharp bound in seconds, plan) of every plan of a cut."""
     for plan in variants(cut, space):
-        if memory_bound_bytes(plan) > capacity_of(plan).usable_bytes:
-            tally.reject("out-of-memory")
-            continue
         yield lower_bound_s(plan, Pricing(plan, gathers_scheduled=plan.schedule.max_active_stages is not None)), plan
 
 

@@ -8,8 +8,9 @@ stage, and a cut has plans.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -56,10 +57,16 @@ class Tally:
 
 
 class Skeleton(NamedTuple):
-    """Degrees and chunks, and the schedules of one placement that can be built for them."""
+    """Degrees and chunks, and the schedules of one placement that can be built for them, each with the ZeRO stages to
+    try."""
 
     layout: Layout
-    schedules: tuple[str, ...]
+    zeros: Mapping[str, tuple[int, ...]]
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """Names of the schedules."""
+        return tuple(self.zeros)
 
 
 class Family(NamedTuple):
@@ -68,12 +75,11 @@ class Family(NamedTuple):
 
     plan: Plan
     skeletons: tuple[Skeleton, ...]
-    zeros: tuple[int, ...]
 
     @property
     def size(self) -> int:
         """Plans of the family."""
-        return len(self.zeros) * sum(len(skeleton.schedules) for skeleton in self.skeletons)
+        return sum(len(zeros) for skeleton in self.skeletons for zeros in skeleton.zeros.values())
 
 
 class Cut(NamedTuple):
@@ -125,10 +131,11 @@ def families(space: SearchSpace, tally: Tally) -> Iterator[Family]:
             skeletons = [
                 each for vpp in chunks for each in _skeletons(space, pinned, tally, {**degrees, "vpp": vpp}, batch)
             ]
-            zeros = _zeros(space, pinned, tally, skeletons[0].layout) if skeletons else ()
+            zeros = _zeros(space, pinned, tally, skeletons[0][0]) if skeletons else ()
             if zeros:
-                for plan in _recomputed(space, pinned, skeletons[0], batch, zeros[0]):
-                    yield Family(plan, tuple(skeletons), zeros)
+                tried = tuple(Skeleton(layout, dict.fromkeys(names, zeros)) for layout, names in skeletons)
+                for plan in _recomputed(space, pinned, tried[0], batch, zeros[0]):
+                    yield Family(plan, tried)
     if not found:
         raise PlanError(_no_degrees(space))
 
@@ -137,9 +144,29 @@ def cuts(family: Family) -> Iterator[list[Cut]]:
     """The cuts of a family, those together that differ in the order of their schedule only."""
     plan, layout = family.plan, family.plan.layout
     for skeleton in family.skeletons:
-        cut = replace(skeleton.layout, sequence_parallel=layout.sequence_parallel, zero=layout.zero)
-        first = _changed(plan, layout=cut, schedule=replace(plan.schedule, name=skeleton.schedules[0]))
-        yield [Cut(first, name, family.zeros) for name in skeleton.schedules]
+        cut = _cut_layout(skeleton.layout, layout.sequence_parallel, layout.zero)
+        first = _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
+        yield [Cut(first, name, zeros) for name, zeros in skeleton.zeros.items()]
+
+
+def fitting(family: Family, space: SearchSpace, fits: Callable[[Plan], bool], tally: Tally) -> Family | None:
+    """What is left of a family without the plans that do not fit, which are counted; None where nothing is."""
+    pinned, left = Pinned(space), list[Skeleton]()
+    for (first, *_), skeleton in zip(cuts(family), family.skeletons, strict=True):
+        zeros = {
+            name: tuple(zero for zero in tried if fits(_with_zero(first.plan, space, pinned, name, zero)))
+            for name, tried in skeleton.zeros.items()
+        }
+        if possible := {name: some for name, some in zeros.items() if some}:
+            left.append(Skeleton(skeleton.layout, possible))
+    found = Family(family.plan, tuple(left))
+    if found.size < family.size:
+        tally.reject("out-of-memory", family.size - found.size)
+    if not left:
+        return None
+    schedule, zeros = next(iter(left[0].zeros.items()))
+    cut = _cut_layout(left[0].layout, family.plan.layout.sequence_parallel, zeros[0])
+    return found._replace(plan=_with_zero(_changed(family.plan, layout=cut), space, pinned, schedule, zeros[0]))
 
 
 def variants(cut: Cut, space: SearchSpace) -> Iterator[Plan]:
@@ -151,11 +178,30 @@ def variants(cut: Cut, space: SearchSpace) -> Iterator[Plan]:
 
 def _with_zero(plan: Plan, space: SearchSpace, pinned: Pinned, schedule: str, zero: int) -> Plan:
     """The plan with another schedule and ZeRO stage."""
-    data_parallel = space.data_parallel if zero else replace(space.data_parallel, shard=None, overlap_param_gather=None)
-    choice = ScheduleChoice(schedule, max_active_stages=pinned.one("schedule.max_active_stages") if zero == 3 else None)
+    data_parallel = space.data_parallel if zero else _whole(space.data_parallel)
+    choice = _choice(schedule, pinned.one("schedule.max_active_stages") if zero == 3 else None)
     if (plan.layout.zero, plan.data_parallel, plan.schedule) == (zero, data_parallel, choice):
         return plan
-    return _changed(plan, layout=replace(plan.layout, zero=zero), data_parallel=data_parallel, schedule=choice)
+    layout = _cut_layout(plan.layout, plan.layout.sequence_parallel, zero)
+    return _changed(plan, layout=layout, data_parallel=data_parallel, schedule=choice)
+
+
+@lru_cache(maxsize=16)
+def _whole(data_parallel: DataParallel) -> DataParallel:
+    """Without ZeRO there are no shards, and no weights to gather."""
+    return replace(data_parallel, shard=None, overlap_param_gather=None)
+
+
+@lru_cache(maxsize=256)
+def _choice(name: str, max_active_stages: int | None = None) -> ScheduleChoice:
+    return ScheduleChoice(name, max_active_stages=max_active_stages)
+
+
+@lru_cache(maxsize=4096)
+def _cut_layout(layout: Layout, sequence_parallel: bool, zero: int) -> Layout:
+    """A layout with other values of what has no rule to obey but its own range; kept, because a search asks for each
+    with every microbatch and recomputation."""
+    return replace(layout, sequence_parallel=sequence_parallel, zero=zero)
 
 
 def _changed(plan: Plan, **nouns: Any) -> Plan:
@@ -214,7 +260,7 @@ def _no_degrees(space: SearchSpace) -> str:
 
 def _skeletons(
     space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[str, Any], batch: Batch
-) -> list[Skeleton]:
+) -> list[tuple[Layout, tuple[str, ...]]]:
     """Which schedules can run with these degrees and microbatch, those of one placement together."""
     names = pinned.values("schedule.name", _names(space, degrees["pp"], degrees["vpp"]))
     try:
@@ -236,7 +282,7 @@ def _skeletons(
             tally.reject("schedule-can-be-built")
         else:
             legal.setdefault(CATALOG[name].placement, []).append(name)
-    return [Skeleton(layout, tuple(same_cut)) for same_cut in legal.values()]
+    return [(layout, tuple(same_cut)) for same_cut in legal.values()]
 
 
 def _counts(batch: Batch, layout: Layout, multiple: int) -> tuple[int, ...]:

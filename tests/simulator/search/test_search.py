@@ -28,15 +28,9 @@ from shardproof.core.plan.stacks import STACKS
 from shardproof.core.schedule import CATALOG
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.memory.sizes import _sizes, _tapes_of, stage_sizes
-from shardproof.simulator.search.bounds import (
-    ALL_IN_FLIGHT,
-    FILLED_IN_FLIGHT,
-    WHOLE_BACKWARDS,
-    chain_bounds_s,
-    lower_bound_s,
-    memory_bound_bytes,
-)
+from shardproof.simulator.search.bounds import WHOLE_BACKWARDS, chain_bounds_s, lower_bound_s
 from shardproof.simulator.search.fit import fit
+from shardproof.simulator.search.memory_floor import ALL_IN_FLIGHT, FILLED_IN_FLIGHT, MemoryFloors
 from shardproof.simulator.search.search import NUM_RANKED, _memories, search
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.stack.profiles import PROFILES
@@ -159,7 +153,7 @@ def test_no_run_beats_its_bounds_and_memory_needs_few_microbatches(name, profile
         simulation, pricing = simulate(plan), Pricing(plan)
         (cheap_s,) = chain_bounds_s(plan, [name], pricing)
         assert cheap_s <= lower_bound_s(plan, pricing) <= simulation.report["step_time_s"]
-        assert memory_bound_bytes(plan) <= simulation.report["peak_memory_bytes"]
+        assert MemoryFloors().bytes_of(plan) <= simulation.report["peak_memory_bytes"]
         assert _memories(plan) == simulation.memory
 
 
