@@ -7,6 +7,7 @@ only: a search works either out once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...core.plan.plan import Plan
@@ -31,12 +32,20 @@ class _Resting(NamedTuple):
     held: int
     summed: int
 
+    def bytes_with(self, running: int, *, sums: bool) -> int:
+        """The most that is held of it and of what runs; `sums` says that gradients are summed while it runs."""
+        return self.held + max(self.summed, running + self.summed if sums else running)
+
 
 class _Kept(NamedTuple):
     """Bytes that a microbatch keeps on a rank, and what the backward of one of its stages needs beyond that."""
 
     retained: int
     backward: int
+
+    def running(self, count: int) -> int:
+        """Activations of so many microbatches; the backward of the only one needs more than it keeps."""
+        return self.retained + self.backward if count == 1 else count * self.retained
 
 
 class MemoryFloors:
@@ -51,26 +60,42 @@ class MemoryFloors:
     def bytes_of(self, plan: Plan) -> int:
         """Bytes that the worst rank holds at least: what stays throughout and what its schedule must have in flight on
         the first rank, or on the rank of the last stage, which keeps the logits."""
-        layout, name = plan.layout, plan.schedule.name
-        steady = not profile_of(plan).memory.growing_gradients or plan.num_microbatches >= 3 * layout.pp
-        fills = name in FILLED_IN_FLIGHT
+        name = plan.schedule.name
+        return self.of_zeros(plan, plan.microbatch_counts, [name], {plan.layout.zero: lambda: plan})[name][0]
+
+    def of_zeros(
+        self, plan: Plan, counts: Sequence[int], schedules: Sequence[str], zeros: Mapping[int, Callable[[], Plan]]
+    ) -> dict[str, list[int]]:
+        """The same of plans that differ from one in their ZeRO stage, and in the order of their schedule: by schedule
+        those of the ZeRO stages, each with what makes its plan. `counts` are the numbers of microbatches that
+        data-parallel ranks have."""
+        layout, num_microbatches = plan.layout, counts[0]
         cut = (layout.tp, layout.cp, layout.ep, layout.etp)
-        copies = (layout.dp, len(plan.placement.ranks[0]), len(plan.microbatch_counts), layout.zero)
         family = (layout.cp_inner, layout.sequence_parallel, plan.batch.micro_size, plan.recompute)
-        found = 0
-        for end, (content, stages) in enumerate(self._ends(plan)):
-            key = (*cut, *copies, content)
-            if (resting := self._resting.get(key)) is None:
-                resting = self._resting[key] = _resting(plan, stages)
-            key = (end, *cut, *family, content)
-            if (kept := self._kept.get(key)) is None:
-                kept = self._kept[key] = _kept(plan, stages, end)
-            count = plan.num_microbatches if name in ALL_IN_FLIGHT else 1
-            if fills and end == 0:
-                count = min(layout.pp, plan.num_microbatches)
-            running = kept.retained + kept.backward if count == 1 else count * kept.retained
-            found = max(found, resting.held + (resting.summed if fills and steady else 0) + running)
-            found = max(found, resting.held + resting.summed)
+        copies = (layout.dp, len(plan.placement.ranks[0]), len(counts))
+        ends, kept, resting = self._ends(plan), list[_Kept](), list[list[_Resting]]()
+        for end, (content, stages) in enumerate(ends):
+            key: tuple[object, ...] = (end, *cut, *family, content)
+            if key not in self._kept:
+                self._kept[key] = _kept(plan, stages, end)
+            kept.append(self._kept[key])
+            resting.append([])
+            for zero, made in zeros.items():
+                key = (*cut, *copies, zero, content)
+                if key not in self._resting:
+                    self._resting[key] = _resting(made(), stages)
+                resting[-1].append(self._resting[key])
+        steady = not profile_of(plan).memory.growing_gradients or num_microbatches >= 3 * layout.pp
+        found = {}
+        for name in schedules:
+            fills = name in FILLED_IN_FLIGHT
+            most = num_microbatches if name in ALL_IN_FLIGHT else 1
+            in_flight = (min(layout.pp, num_microbatches) if fills else most, most)
+            running = [each.running(count) for each, count in zip(kept, in_flight, strict=True)]
+            found[name] = [
+                max(each.bytes_with(run, sums=fills and steady) for each, run in zip(ranks, running, strict=True))
+                for ranks in zip(*resting, strict=True)
+            ]
         return found
 
     def _ends(self, plan: Plan) -> tuple[tuple[tuple[object, ...], tuple[int, ...]], ...]:

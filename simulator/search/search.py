@@ -154,8 +154,7 @@ def _possible(space: SearchSpace, floors: MemoryFloors, tally: Tally) -> Iterato
     """The families with what may fit of them."""
     for family in families(space, tally):
         usable = capacity_of(family.plan).usable_bytes  # goes by the degrees alone
-        left = fitting(family, space, lambda plan, most=usable: floors.bytes_of(plan) <= most, tally)
-        if left is not None:
+        if (left := fitting(family, space, floors, usable, tally)) is not None:
             yield left
 
 

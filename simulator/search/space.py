@@ -8,9 +8,9 @@ stage, and a cut has plans.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ...core.plan.rules import broken_rules
 from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
 from ...core.schedule import CATALOG
 from ..stack.profiles import PROFILES
+from .memory_floor import MemoryFloors
 
 MICRO_SIZES = (1, 2, 4, 8, 16)
 """Microbatch sizes tried unless one is pinned."""
@@ -149,16 +150,21 @@ def cuts(family: Family) -> Iterator[list[Cut]]:
         yield [Cut(first, name, zeros) for name, zeros in skeleton.zeros.items()]
 
 
-def fitting(family: Family, space: SearchSpace, fits: Callable[[Plan], bool], tally: Tally) -> Family | None:
+def fitting(family: Family, space: SearchSpace, floors: MemoryFloors, usable_bytes: int, tally: Tally) -> Family | None:
     """What is left of a family without the plans that do not fit, which are counted; None where nothing is."""
     pinned, left = Pinned(space), list[Skeleton]()
     for (first, *_), skeleton in zip(cuts(family), family.skeletons, strict=True):
-        zeros = {
-            name: tuple(zero for zero in tried if fits(_with_zero(first.plan, space, pinned, name, zero)))
-            for name, tried in skeleton.zeros.items()
-        }
-        if possible := {name: some for name, some in zeros.items() if some}:
-            left.append(Skeleton(skeleton.layout, possible))
+        possible: dict[str, tuple[int, ...]] = {}
+        for multiple, names in _by_multiple(skeleton.schedules).items():
+            counts, zeros = _counts(first.plan.batch, skeleton.layout, multiple), skeleton.zeros[names[0]]
+            made = {zero: partial(_with_zero, first.plan, space, pinned, names[0], zero) for zero in zeros}
+            for name, needed in floors.of_zeros(first.plan, counts, names, made).items():
+                some = tuple(zero for zero, num_bytes in zip(zeros, needed, strict=True) if num_bytes <= usable_bytes)
+                if some:
+                    possible[name] = some
+        if possible:
+            ordered = {name: possible[name] for name in skeleton.schedules if name in possible}
+            left.append(Skeleton(skeleton.layout, ordered))
     found = Family(family.plan, tuple(left))
     if found.size < family.size:
         tally.reject("out-of-memory", family.size - found.size)
@@ -167,6 +173,14 @@ def fitting(family: Family, space: SearchSpace, fits: Callable[[Plan], bool], ta
     schedule, zeros = next(iter(left[0].zeros.items()))
     cut = _cut_layout(left[0].layout, family.plan.layout.sequence_parallel, zeros[0])
     return found._replace(plan=_with_zero(_changed(family.plan, layout=cut), space, pinned, schedule, zeros[0]))
+
+
+def _by_multiple(schedules: Sequence[str]) -> dict[int, list[str]]:
+    """Schedules by that of which their numbers of microbatches are multiples."""
+    found: dict[int, list[str]] = {}
+    for name in schedules:
+        found.setdefault(CATALOG[name].multiple, []).append(name)
+    return found
 
 
 def variants(cut: Cut, space: SearchSpace) -> Iterator[Plan]:
