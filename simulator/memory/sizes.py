@@ -3,7 +3,6 @@ the stage throughout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -101,7 +100,7 @@ def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
 
 
 def part_tapes(plan: Plan) -> Parts:
-    """The tapes of parts that are known of plans like this one, for `stage_tape` to complete."""
+    """The tapes of parts that are known of plans like this one, for `part_tape` to complete."""
     layout = plan.layout
     cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp, layout.sequence_parallel)
     profile = profile_of(plan).memory
@@ -115,18 +114,17 @@ def _tapes_of(*_family: object) -> Parts:
     return {}
 
 
-def stage_tape(groups: Sequence[Group], tensors: LayerTensors, parts: Parts) -> TapeMemory:
-    """The tape of a stage of these groups; `parts` collects the tapes of its parts for the stages that follow."""
-    for group in groups:
-        if group.part not in parts:
-            parts[group.part] = _part_memory(tensors, group)
-    return with_offloaded([(parts[group.part], group.count, group.offloaded) for group in groups])
+def part_tape(group: Group, tensors: LayerTensors, parts: Parts) -> TapeMemory:
+    """The tape of one part of a group, kept in `parts`."""
+    if group.part not in parts:
+        parts[group.part] = _part_memory(tensors, group)
+    return parts[group.part]
 
 
 def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: Parts) -> StageSizes:
     """The sizes of one stage."""
     profile, groups = tensors.profile, stage_groups(plan, stage)
-    tape = stage_tape(groups, tensors, parts)
+    tape = with_offloaded([(part_tape(group, tensors, parts), group.count, group.offloaded) for group in groups])
     offloaded = sum(parts[group.part].retained_bytes * group.count for group in groups if group.offloaded)
     if profile.separate_gradients:
         whole, weight = (

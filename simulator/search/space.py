@@ -158,7 +158,7 @@ def fitting(family: Family, space: SearchSpace, floors: MemoryFloors, usable_byt
         for multiple, names in _by_multiple(skeleton.schedules).items():
             counts, zeros = _counts(first.plan.batch, skeleton.layout, multiple), skeleton.zeros[names[0]]
             made = {zero: partial(_with_zero, first.plan, space, pinned, names[0], zero) for zero in zeros}
-            for name, needed in floors.of_zeros(first.plan, counts, names, made).items():
+            for name, needed in floors.of_zeros(first.plan, counts, names, made, usable_bytes).items():
                 some = tuple(zero for zero, num_bytes in zip(zeros, needed, strict=True) if num_bytes <= usable_bytes)
                 if some:
                     possible[name] = some
