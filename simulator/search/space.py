@@ -72,10 +72,11 @@ class Skeleton(NamedTuple):
 
 class Family(NamedTuple):
     """Layouts that differ in chunks, schedule and ZeRO stage only, so that their layers cost the same: one plan of
-    them, and what makes the others."""
+    them, what makes the others, and a lower bound on the memory of each."""
 
     plan: Plan
     skeletons: tuple[Skeleton, ...]
+    least_bytes: int = 0
 
     @property
     def size(self) -> int:
@@ -118,14 +119,17 @@ class Pinned:
         return self.space.pinned.get(key, otherwise)
 
 
-def families(space: SearchSpace, tally: Tally) -> Iterator[Family]:
-    """All families that obey the rules. Counts what breaks a rule: where the degrees, the chunks or the microbatch do,
+def families(space: SearchSpace, tally: Tally, part: tuple[int, int] = (1, 1)) -> Iterator[Family]:
+    """All families that obey the rules, of the degrees that are a part's: (number, of how many). Counts what breaks a rule: where the degrees, the chunks or the microbatch do,
     all combinations with them once."""
     pinned = Pinned(space)
     _check_recompute(space, pinned)
     found = False
-    for degrees in _degrees(space, pinned):
+    number, of = part
+    for place, degrees in enumerate(_degrees(space, pinned)):
         found = True
+        if place % of != number - 1:
+            continue
         chunks = pinned.values("layout.vpp", range(1, MAX_CHUNKS + 1) if degrees["pp"] > 1 else (1,))
         for micro in pinned.values("batch.micro", MICRO_SIZES):
             batch = replace(space.batch, micro_size=micro)
@@ -152,7 +156,7 @@ def cuts(family: Family) -> Iterator[list[Cut]]:
 
 def fitting(family: Family, space: SearchSpace, floors: MemoryFloors, usable_bytes: int, tally: Tally) -> Family | None:
     """What is left of a family without the plans that do not fit, which are counted; None where nothing is."""
-    pinned, left = Pinned(space), list[Skeleton]()
+    pinned, left, least = Pinned(space), list[Skeleton](), usable_bytes
     for (first, *_), skeleton in zip(cuts(family), family.skeletons, strict=True):
         possible: dict[str, tuple[int, ...]] = {}
         for multiple, names in _by_multiple(skeleton.schedules).items():
@@ -161,11 +165,11 @@ def fitting(family: Family, space: SearchSpace, floors: MemoryFloors, usable_byt
             for name, needed in floors.of_zeros(first.plan, counts, names, made, usable_bytes).items():
                 some = tuple(zero for zero, num_bytes in zip(zeros, needed, strict=True) if num_bytes <= usable_bytes)
                 if some:
-                    possible[name] = some
+                    possible[name], least = some, min(least, *needed)
         if possible:
             ordered = {name: possible[name] for name in skeleton.schedules if name in possible}
             left.append(Skeleton(skeleton.layout, ordered))
-    found = Family(family.plan, tuple(left))
+    found = Family(family.plan, tuple(left), least)
     if found.size < family.size:
         tally.reject("out-of-memory", family.size - found.size)
     if not left:
