@@ -33,6 +33,7 @@ WITHOUT_PAIRS = frozenset(
 ) | frozenset({"ZBVZeroBubble", "VHalf", "VMin"})
 """Schedules that never run a forward and a backward as one, hiding the exchange of tokens between experts."""
 
+
 @dataclass(frozen=True, eq=False)
 class _Slots:
     """Who runs what of a placement: a slot is a stage on one of its ranks, with the microbatches it

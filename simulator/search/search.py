@@ -148,7 +148,8 @@ class _Hunt:
         for entry in ranked:
             step_s, _, plan, report = entry
             if step_s <= ranked[0][0] * SLOWEST_OF_FRONT and not any(
-                other["peak_memory_bytes"] <= report["peak_memory_bytes"] and complexity(known)[0] <= complexity(plan)[0]
+                other["peak_memory_bytes"] <= report["peak_memory_bytes"]
+                and complexity(known)[0] <= complexity(plan)[0]
                 for _, _, known, other in found
             ):
                 found.append(entry)
