@@ -1,4 +1,4 @@
-"""The verbs `simulate`, `fit` and `plan`: reports as tables, or as JSON."""
+"""The verbs `simulate` and `fit`: reports as tables, or as JSON. `plan` is in `plan_cli`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ..core.base.errors import PlanError
 from ..core.base.files import write_text
 from ..core.base.graphml import graphml
-from ..core.base.terminal import ranking, say, table
+from ..core.base.terminal import say, table
 from ..core.base.units import format_bytes, format_count, format_s
 from ..core.commands.commands import Command
 from ..core.commands.github import annotation, location_of_key
@@ -23,19 +23,19 @@ from ..core.commands.options import (
     option_values,
     read_any_plan,
     read_durations,
-    read_search_space,
 )
 from ..core.plan.plan import AnyPlan, Plan, only_model
-from ..core.plan.rules import RULES
 from .network.link_loads import axes_of, busiest, link_loads, loaded_topology
+from .plan_cli import PLAN
 from .search.fit import fit
 from .search.order import search_order
-from .search.search import REASONS, search
 from .search.sensitivity import sensitivity
 from .simulation.explain import explanation, idle_rows, path_rows, sensitivity_rows, variation_rows
 from .simulation.simulate import simulate
 from .step.step import Simulation
 from .titles import title_of
+
+__all__ = ["FIT", "PLAN", "SIMULATE"]
 
 _TIME_NAMES = {
     "compute": "computing",
@@ -162,21 +162,6 @@ def _with_batch(args: argparse.Namespace, plan: AnyPlan, remedy: Mapping[str, An
         return dict(remedy)
     changed = {text.partition("=")[0] for text in remedy["set"]} & {"batch.micro", "layout.dp"}
     return {**remedy, "set": [*remedy["set"], *([f"batch.global={plan.batch.global_size}"] if changed else [])]}
-
-
-def run_plan(args: argparse.Namespace) -> int:
-    """Ranks layouts; `-o plan.toml` writes the best. Exit code 1 when none fits, and then no plan is written."""
-    space = read_search_space(args)
-    result = search(space)
-    report, title = result.report, f"{space.model.name} on {space.cluster.num_devices} devices of {space.cluster.name}"
-    if args.output is not None and args.output.endswith(".toml"):
-        target, args.output = args.output, None
-        if result.plans:
-            write_text(target, result.plans[0].to_toml())
-        else:
-            say(f"shardproof plan: no layout fits, so {target} is not written.", sys.stderr)
-    emit(args, partial(plan_text, title, report), report)
-    return 0 if result.plans else 1
 
 
 def simulate_text(plan: AnyPlan, report: Mapping[str, Any], width: int | None = None) -> str:
@@ -339,43 +324,6 @@ def _during(report: Mapping[str, Any]) -> str:
     return f" during {report['peak_memory_action']}" if report["peak_memory_action"] else ""
 
 
-def plan_text(title: str, report: Mapping[str, Any], width: int | None = None) -> str:
-    """The report of `plan` for people: the ranked table, then why the others lost."""
-    layouts = [candidate["layout"] for candidate in report["candidates"]]
-    names = ["tp", "pp", "vpp", "dp", *(name for name in ("cp", "ep") if any(layout[name] > 1 for layout in layouts))]
-    names += ["etp"] if any(layout["etp"] != layout["tp"] for layout in layouts) else []
-    header = ("", "step", "MFU", *names, "sp", "zero", "micro", "recompute", "schedule", "peak")
-    rows = []
-    for place, candidate in enumerate(report["candidates"], start=1):
-        layout = candidate["layout"]
-        degrees = (str(layout[name]) for name in names)
-        sequence = "yes" if layout["sequence_parallel"] else "no"
-        choices = (
-            sequence,
-            str(layout["zero"]),
-            str(candidate["batch"]["micro"]),
-            candidate["recompute"],
-            candidate["schedule"],
-        )
-        peak = format_bytes(candidate["peak_memory_bytes"])
-        rows.append(
-            (str(place), format_s(candidate["step_time_s"]), f"{candidate['mfu']:.1%}", *degrees, *choices, peak)
-        )
-    lines = [title, "", *(ranking(header, rows, width) if rows else ["no layout fits"]), *_uneven(layouts), ""]
-    counts = (
-        f"{report['evaluated']} layouts decided, {report['simulated']} simulated, in {format_s(report['elapsed_s'])}"
-    )
-    lines.append(f"{counts}. The others lost because:")
-    docs = {**{rule.name: f"not so: {rule.doc}" for rule in RULES}, **REASONS}
-    lost = [(str(count), reason, docs[reason]) for reason, count in _most_first(report["rejected"])]
-    return "\n".join([*lines, *table(lost, width)])
-
-
-def _uneven(layouts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How the stages of the first layout are cut where pp*vpp does not divide the layers."""
-    if not layouts or layouts[0]["stages"] is None:
-        return []
-    return ["", f"stages of the first: {layouts[0]['stages']} (E embedding, t layer, L head)"]
 
 
 def _memory_lines(memory_bytes: Mapping[str, int], width: int | None) -> list[str]:
@@ -388,10 +336,6 @@ def _section(title: str, rows: Sequence[Sequence[str]], width: int | None) -> li
     return ["", title, *table(rows, width)] if rows else []
 
 
-def _most_first(rejected: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(rejected.items(), key=lambda item: (-item[1], item[0]))
-
-
 SIMULATE = Command(
     "simulate",
     "shardproof simulate --model llama3-70b --cluster dgx-h100 --devices 512 --tp 8 --pp 8 --zero 1",
@@ -400,11 +344,4 @@ SIMULATE = Command(
 )
 FIT = Command(
     "fit", ("shardproof fit --model llama3-8b --cluster dgx-h100 --devices 8 --tp 4 --pp 2"), configure_fit, run_fit
-)
-PLAN = Command(
-    "plan",
-    "shardproof plan --model llama3-70b --cluster dgx-h100 --devices 512 --global-batch 1024 --sequence 8192 -o "
-    "plan.toml",
-    configure,
-    run_plan,
 )

@@ -36,6 +36,8 @@ MICROBATCHES_PER_STAGE = 4
 LONGEST_DEFAULT_SEQUENCE = 8192
 """Without a sequence the model's positions count, up to this many."""
 
+USUAL_STACK = "megatron-te"
+"""The stack that a search on GPUs plans for where nobody says one."""
 
 OUTPUT_SUFFIXES = (".json", ".txt", ".log", ".md", "")
 """What `emit` writes: JSON, or text."""
@@ -77,6 +79,7 @@ class SearchSpace:
 
     `pinned` holds the layout, microbatch, recompute and schedule values that the user fixed on the command line, by
     dotted key (`{"layout.tp": 8}`); all others are free. `batch.micro_size` is 1 unless pinned or given by a plan file.
+    `assumed` holds keys that the question implies and nobody gave, such as the stack that a GPU cluster is planned for.
     """
 
     model: ModelSpec
@@ -89,6 +92,7 @@ class SearchSpace:
     data_parallel: DataParallel = field(default_factory=DataParallel)
     offload: Offload = field(default_factory=Offload)
     pinned: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    assumed: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def whole_number(text: str) -> int:
@@ -202,6 +206,7 @@ def read_search_space(args: argparse.Namespace) -> SearchSpace:
     checked = Draft(values, source)  # pinned values are checked too, though no layout is built from them
     free = {section: table for section, table in values.items() if section not in pinned_sections}
     _fill_sequence(free)
+    assumed = {} if args.plan is not None else _assumed_stack(free)
     draft = Draft(free, source)
     draft.problems = list(dict.fromkeys(checked.problems + draft.problems))
     if "global" not in free["batch"]:
@@ -213,7 +218,17 @@ def read_search_space(args: argparse.Namespace) -> SearchSpace:
         )
     draft.raise_problems()
     names = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer", "data_parallel", "offload")
-    return SearchSpace(**{name: nouns[name] for name in names}, pinned=pinned)
+    return SearchSpace(**{name: nouns[name] for name in names}, pinned=pinned, assumed=assumed)
+
+
+def _assumed_stack(values: Values) -> dict[str, Any]:
+    """Without a stack: on GPUs that which people run there, filled in as `USUAL_STACK`; on this host our own."""
+    runtime = values.setdefault("runtime", {})
+    cluster = Draft({"cluster": values.get("cluster", {})}, "").cluster(None)
+    if "profile" in runtime or cluster is None or cluster.collective_library != "nccl":
+        return {}
+    runtime["profile"] = Given(USUAL_STACK, "--profile (default)")
+    return {"runtime.profile": USUAL_STACK}
 
 
 def option_values(args: argparse.Namespace) -> Values:

@@ -49,6 +49,22 @@ class ClusterSpec(Bounded, section="cluster", problem_type=ClusterError):
         more='It is a share such as "8%", or bytes such as "4GiB".',
         read_by="core.machine.cluster",
     )
+    device_price_per_hour: float = option(
+        "what a device costs for an hour, in any currency",
+        default=0.0,
+        minimum=0,
+        bound=RATE,
+        default_note="not known",
+        read_by="simulator.search.question",
+    )
+    device_watts: float = option(
+        "power of a device in training, its share of the node's included",
+        default=0.0,
+        minimum=0,
+        bound=RATE,
+        default_note="not known",
+        read_by="simulator.search.question",
+    )
     device_memory_bytes_per_s: float = option(
         "memory bandwidth of one device", above=0, read_by="simulator.compute.compute"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -58,11 +57,20 @@ class Group:
         return _PARTS.setdefault((self.operators, self.recomputed), next(_NUMBERS))
 
 
+class Groups(tuple[Group, ...]):
+    """The groups of a stage, in forward order."""
+
+    @cached_property
+    def composition(self) -> tuple[object, ...]:
+        """Equal for stages that hold as many parts of each kind."""
+        return tuple((group.part, group.count, group.offloaded) for group in self)
+
+
 _PARTS: dict[tuple[tuple[Operator, ...], bool], int] = {}
 _NUMBERS = itertools.count()
 
 
-def stage_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
+def stage_groups(plan: Plan, stage: int) -> Groups:
     """What a stage holds, in forward order, with equal parts counted together: what prices one part
     has priced the stage."""
     key = ("stage_groups", stage)
@@ -72,7 +80,7 @@ def stage_groups(plan: Plan, stage: int) -> tuple[Group, ...]:
         layers = (content.first_layer, content.last_layer)
         offloaded = content.first_layer + plan.offload.activations
         plan.memo[key] = _groups(plan.model, layers, content.embedding, content.head, runs, everything, offloaded)
-    found: tuple[Group, ...] = plan.memo[key]
+    found: Groups = plan.memo[key]
     return found
 
 
@@ -85,7 +93,7 @@ def _groups(
     runs: tuple[tuple[int, int], ...],
     everything: bool,
     offloaded: int,
-) -> tuple[Group, ...]:
+) -> Groups:
     """The groups of a stage whose `runs` of layers are recomputed, or with `everything` all layers, and whose layers
     before `offloaded` keep theirs in host memory; kept, because a search asks for the same ones over and over."""
 
@@ -100,12 +108,12 @@ def _groups(
         if modules := prediction_blocks(model):
             groups.append(Group(modules[:3], len(modules) // 3, everything))
         groups.append(Group((head_block(model),)))
-    return tuple(groups)
+    return Groups(groups)
 
 
-def composition(groups: Iterable[Group]) -> tuple[object, ...]:
+def composition(groups: Groups) -> tuple[object, ...]:
     """Equal for stages that hold as many parts of each kind."""
-    return tuple((group.part, group.count, group.offloaded) for group in groups)
+    return groups.composition
 
 
 def group_ops(plan: Plan, group: Group, tp_rank: int = 0) -> tuple[Op, ...]:

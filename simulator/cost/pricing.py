@@ -88,6 +88,15 @@ class Pricing(CommunicationPricing):
         found: tuple[Seconds, Seconds, Seconds] = self._blocks[key]
         return found
 
+    def inner_class(self, stage: int, replica: int = 0) -> object:
+        """Equal for stages of which `unsharded` is the same."""
+        return composition(self._groups[stage]), self._spreads.shift(self._owners[stage][replica])
+
+    def price_class(self, kind: Kind, stage: int, replica: int = 0) -> object:
+        """Equal for stages of which `seconds` of an action that is no message is the same."""
+        place = Place(stage, self._owners[stage][replica])
+        return place if self._is_host else self._price_class(kind, place)
+
     def is_placed_evenly(self) -> bool:
         """Whether the groups over which layers communicate are placed in the same way on all pipeline ranks."""
         first, *others = (self._spreads.of_rank(self._inner_axes, 0, pp_rank) for pp_rank in range(self.plan.layout.pp))

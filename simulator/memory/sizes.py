@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ...core.model.blocks import Block, layer_blocks
 from ...core.plan.plan import Plan
-from ...core.program import Group, composition, stage_groups
+from ...core.program import Group, composition, stage_groups, tied_ends
 from ...core.program.offload import staged_bytes
 from ..stack.profiles import profile_of
 from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
@@ -59,7 +59,7 @@ def layer_activation_bytes(plan: Plan, layer: int = 0) -> int:
     return _layer_memory(tensors, layer_blocks(plan.model)[layer], plan.recompute.mode == "full").retained_bytes
 
 
-_Parts = dict[int, TapeMemory]
+Parts = dict[int, TapeMemory]
 """`Group.part` -> its tape."""
 
 
@@ -88,11 +88,7 @@ def stage_sizes(plan: Plan) -> tuple[StageSizes, ...]:
 @lru_cache(maxsize=1024)
 def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
     plan = keyed_plan.plan
-    profile = profile_of(plan).memory
-    tensors = LayerTensors(plan, profile)
-    layout = plan.layout
-    cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp, layout.sequence_parallel)
-    parts = _tapes_of(profile, plan.model, cut, plan.batch, plan.precision, plan.recompute, plan.numerics)
+    tensors, parts = LayerTensors(plan, profile_of(plan).memory), part_tapes(plan)
     by_composition: dict[tuple[object, ...], StageSizes] = {}
     found = []
     for content in plan.stages:
@@ -103,20 +99,32 @@ def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
     return tuple(found)
 
 
+def part_tapes(plan: Plan) -> Parts:
+    """The tapes of parts that are known of plans like this one, for `part_tape` to complete."""
+    layout = plan.layout
+    cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp, layout.sequence_parallel)
+    profile = profile_of(plan).memory
+    return _tapes_of(profile, plan.model, cut, plan.batch, plan.precision, plan.recompute, plan.numerics)
+
+
 @lru_cache(maxsize=256)
-def _tapes_of(*_family: object) -> _Parts:
+def _tapes_of(*_family: object) -> Parts:
     """The tapes of parts that plans share whose layers are cut in the same way, whatever their stages, copies and
     ZeRO; empty at first."""
     return {}
 
 
-def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> StageSizes:
-    """The sizes of one stage; `parts` collects the tapes of its parts for the stages that follow."""
+def part_tape(group: Group, tensors: LayerTensors, parts: Parts) -> TapeMemory:
+    """The tape of one part of a group, kept in `parts`."""
+    if group.part not in parts:
+        parts[group.part] = _part_memory(tensors, group)
+    return parts[group.part]
+
+
+def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: Parts) -> StageSizes:
+    """The sizes of one stage."""
     profile, groups = tensors.profile, stage_groups(plan, stage)
-    for group in groups:
-        if group.part not in parts:
-            parts[group.part] = _part_memory(tensors, group)
-    tape = with_offloaded([(parts[group.part], group.count, group.offloaded) for group in groups])
+    tape = with_offloaded([(part_tape(group, tensors, parts), group.count, group.offloaded) for group in groups])
     offloaded = sum(parts[group.part].retained_bytes * group.count for group in groups if group.offloaded)
     if profile.separate_gradients:
         whole, weight = (
@@ -150,10 +158,14 @@ def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int
         return tuple(
             sum(sizes[stage].step_bytes for stage in stages) + own for stages, own in zip(owned, staged, strict=True)
         )
-    return tuple(
-        own_step_bytes(plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages)) + staged[pp_rank]
-        for pp_rank, stages in enumerate(owned)
-    )
+    alike: dict[tuple[object, ...], int] = {}  # ranks that hold the same cost the same
+    found = []
+    for pp_rank, stages in enumerate(owned):
+        key = (bool(tied_ends(plan, pp_rank)), *(id(sizes[stage]) for stage in stages))
+        if key not in alike:
+            alike[key] = own_step_bytes(plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages))
+        found.append(alike[key] + staged[pp_rank])
+    return tuple(found)
 
 
 def _part_memory(tensors: LayerTensors, group: Group) -> TapeMemory:

@@ -20,6 +20,9 @@ from ...core.schedule.schedule import Schedule
 COMPUTES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.STEP, Kind.UNSHARD, Kind.REDUCE_GRAD)
 """Actions that can be at a peak; the others hold what is left by those before them."""
 
+MOST_KEYS = 2**62
+"""Above this many, keys of rows are numbered anew."""
+
 
 @dataclass(frozen=True, eq=False)
 class States:
@@ -117,8 +120,12 @@ def _left_before(change: np.ndarray) -> np.ndarray:
 
 def _first_of_each(table: np.ndarray) -> np.ndarray:
     """The index of the first of each distinct row."""
-    key = np.zeros(len(table), dtype=np.int64)
+    key, size = np.zeros(len(table), dtype=np.int64), 1
     for column in table.T:
-        _, codes = np.unique(column, return_inverse=True)
-        _, key = np.unique(key * (codes.max(initial=0) + 1) + codes, return_inverse=True)
+        lowest = int(column.min(initial=0))
+        values = int(column.max(initial=0)) - lowest + 1
+        if size * values > MOST_KEYS:  # as few numbers as there are different keys
+            _, key = np.unique(key, return_inverse=True)
+            size = int(key.max(initial=0)) + 1
+        key, size = key * values + (column - lowest), size * values
     return np.unique(key, return_index=True)[1]

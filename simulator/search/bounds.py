@@ -1,5 +1,5 @@
-"""Lower bounds that decide most layouts of a search without simulating them: on the time of a step, and on the
-memory of its worst rank.
+"""Lower bounds on the time of a step that decide most layouts of a search without simulating them; those on memory
+are in `memory_floor`.
 
 The bound of a family has computation and the collectives inside layers only, that of a cut the ramps of the pipeline
 too, and the sharp one of a plan what REDUCE_GRAD, ZeRO and STEP add. For 1F1B with equal stages and free messages
@@ -22,8 +22,6 @@ from ...core.schedule.placement import Placement
 from ..compute.compute import slowed_s
 from ..cost.pricing import Pricing
 from ..engine.seconds import COMPONENTS, GRID, Seconds
-from ..memory.sizes import StageSizes, stage_sizes
-from ..stack.profiles import profile_of
 from .space import Family
 
 WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "Combined1F1B"})
@@ -34,14 +32,6 @@ WITHOUT_PAIRS = frozenset(
     {"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBH1", "ZBH2", "ZBAuto"}
 ) | frozenset({"ZBVZeroBubble", "VHalf", "VMin"})
 """Schedules that never run a forward and a backward as one, hiding the exchange of tokens between experts."""
-
-ALL_IN_FLIGHT = frozenset({"GPipe", "LoopedBFS"})
-"""Schedules whose ranks hold every microbatch when the first backward starts."""
-
-FILLED_IN_FLIGHT = frozenset(
-    {"1F1B", "Interleaved1F1B", "Combined1F1B", "InterleavedZeroBubble", "ZBH1", "ZBH2", "ZBAuto"}
-)
-"""Schedules whose first rank holds pp microbatches of each of its stages when they are under way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +82,14 @@ def family_bound_s(family: Family, pricing: Pricing) -> float:
     plan = family.plan
     if (plan.recompute.mode == "full" and not recomputes_all(plan)) or not pricing.is_placed_evenly():
         return 0.0
-    stages = [_Passes(*pricing.unsharded(stage)) for stage in range(plan.placement.num_stages)]
+    firsts, number = _alike([pricing.inner_class(stage) for stage in range(plan.placement.num_stages)])
     work_s, exchange_s, compute_s = 0.0, 0.0, 0.0
-    for passes in stages:
+    for first, count in zip(firsts, np.bincount(number).tolist(), strict=True):
+        passes = _Passes(*pricing.unsharded(first))
         _, _, exchanged_s, computed_s = passes.columns(whole=False)
         launched_s = passes.forward.other + max(passes.backward.other, passes.split.other)
-        work_s += passes.forward.total_s + min(passes.backward.total_s, passes.split.total_s) - launched_s
-        exchange_s, compute_s = exchange_s + exchanged_s, compute_s + computed_s
+        work_s += count * (passes.forward.total_s + min(passes.backward.total_s, passes.split.total_s) - launched_s)
+        exchange_s, compute_s = exchange_s + count * exchanged_s, compute_s + count * computed_s
     # where a stack overlaps all passes, what is exposed depends on the stages
     if exchange_s and not pricing.profile.expert_overlap:
         exchange_s = float(_hidden_s(plan, np.array([exchange_s]), np.array([compute_s]))[0])
@@ -116,12 +107,14 @@ def chain_bounds_s(plan: Plan, schedules: Sequence[str], pricing: Pricing) -> It
     last input gradient with weight gradients, so nothing is counted then.
     """
     slots = _slots_of(plan.placement)
-    passes = [_Passes(*pricing.unsharded(*place)) for place in _places(slots)]
+    places = _places(slots)
+    firsts, number = _alike([pricing.inner_class(*place) for place in places])
+    passes = [_Passes(*pricing.unsharded(*places[first])) for first in firsts]
     found: dict[tuple[bool, bool], float] = {}
     for schedule in schedules:
         whole, pairs = key = schedule in WHOLE_BACKWARDS, schedule not in WITHOUT_PAIRS
         if key not in found:
-            ends_s, drains_s = _chains(plan, slots, passes, whole=whole, pairs=pairs)
+            ends_s, drains_s = _chains(plan, slots, _columns(passes, number, whole=whole), pairs=pairs)
             found[key] = float((ends_s + drains_s if whole else ends_s).max())
         yield found[key]
 
@@ -131,57 +124,20 @@ def lower_bound_s(plan: Plan, pricing: Pricing) -> float:
     and with the optimizer step: after clipping the slowest of all ranks, else each rank's own."""
     slots, schedule = _slots_of(plan.placement), "" if plan.schedule.file else plan.schedule.name
     whole, places = schedule in WHOLE_BACKWARDS, _places(slots)
-    passes = [_sharded(pricing, *place, whole=whole) for place in places]
-    ends_s, drains_s = _chains(plan, slots, passes, whole=whole, pairs=schedule not in WITHOUT_PAIRS)
-    after_s = np.array([_after_s(pricing, *place) for place in places])
+    firsts, number = _alike([pricing.price_class(Kind.F, *place) for place in places])
+    columns = _columns([_sharded(pricing, *places[first], whole=whole) for first in firsts], number, whole=whole)
+    ends_s, drains_s = _chains(plan, slots, columns, pairs=schedule not in WITHOUT_PAIRS)
+    after_s = np.array([_after_s(pricing, *places[first]) for first in firsts])[number]
     done_s = ends_s + np.minimum.reduceat(after_s[slots.by_rank], slots.rank_first)
-    step_s = np.array(
-        [pricing.seconds(Kind.STEP, *places[i]).total_s for i in slots.by_rank[slots.rank_first].tolist()]
-    )
+    of_ranks = [places[i] for i in slots.by_rank[slots.rank_first].tolist()]
+    firsts, number = _alike([pricing.price_class(Kind.STEP, *place) for place in of_ranks])
+    step_s = np.array([pricing.seconds(Kind.STEP, *of_ranks[first]).total_s for first in firsts])[number]
     drained_s = (
         float((ends_s + drains_s).max() + after_s[: slots.first[1]].min()) if whole and len(slots.first) > 1 else 0.0
     )
     if plan.optimizer.clip_grad_norm:
         return max(float(done_s.max()), drained_s) + float(step_s.max())
     return max(float((done_s + step_s).max()), drained_s + float(step_s.min()) if drained_s else 0.0)
-
-
-def memory_bound_bytes(plan: Plan) -> int:
-    """Bytes that the worst rank holds at least: what stays throughout and what its schedule must have in flight on the
-    first rank, or on the rank of the last stage, which keeps the logits."""
-    sizes, profile = stage_sizes(plan), profile_of(plan).memory
-    owned = plan.placement.stages_of_ranks
-    found = 0
-    for stage, own in ((0, owned[plan.placement.ranks[0][0]]), (len(sizes) - 1, owned[plan.placement.ranks[-1][0]])):
-        held = [sizes[each] for each in own]
-        resting = sum(size.weights_bytes + size.optimizer_bytes for size in held)
-        summed = sum(size.gradients_bytes for size in held)
-        count = _in_flight(plan, stage)
-        steady = not profile.growing_gradients or plan.num_microbatches >= 3 * plan.layout.pp
-        found = max(
-            found,
-            resting + summed,
-            resting + _running(held, sizes[stage], count) + (summed if steady and _fills(plan) else 0),
-        )
-    return found
-
-
-def _running(held: list[StageSizes], running: StageSizes, count: int) -> int:
-    """Activations of a rank that holds so many microbatches of each stage; the backward of the only one
-    needs more than it keeps."""
-    retained = count * sum(size.tape.retained_bytes for size in held)
-    return retained + running.tape.backward_bytes - running.tape.retained_bytes if count == 1 else retained
-
-
-def _in_flight(plan: Plan, stage: int) -> int:
-    """Microbatches of each of its stages that the rank of a stage holds at least at some time."""
-    if plan.schedule.name in ALL_IN_FLIGHT:
-        return plan.num_microbatches
-    return min(plan.layout.pp, plan.num_microbatches) if stage == 0 and plan.schedule.name in FILLED_IN_FLIGHT else 1
-
-
-def _fills(plan: Plan) -> bool:
-    return plan.schedule.name in FILLED_IN_FLIGHT
 
 
 def _sharded(pricing: Pricing, stage: int, replica: int, *, whole: bool) -> _Passes:
@@ -198,11 +154,22 @@ def _after_s(pricing: Pricing, stage: int, replica: int) -> float:
     return max(tail_s, reduce_s - lead_s)
 
 
-def _chains(
-    plan: Plan, slots: _Slots, passes: list[_Passes], *, whole: bool, pairs: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _alike(classes: Sequence[object]) -> tuple[list[int], np.ndarray]:
+    """Where each class comes first, and the number of the class of every place: equal prices are asked for once."""
+    numbers: dict[object, int] = {}
+    number = np.array([numbers.setdefault(each, len(numbers)) for each in classes])
+    return np.unique(number, return_index=True)[1].tolist(), number
+
+
+def _columns(passes: Sequence[_Passes], number: np.ndarray, *, whole: bool) -> np.ndarray:
+    """`_Passes.columns` of every slot, of which `number` says whose passes are its own."""
+    columns: np.ndarray = np.array([each.columns(whole=whole) for each in passes])[number].T
+    return columns
+
+
+def _chains(plan: Plan, slots: _Slots, columns: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
     """Of every rank: when its own work can have ended, and how long the backwards of lower stages take after it."""
-    forward_s, backward_s, exchange_s, compute_s = np.array([each.columns(whole=whole) for each in passes]).T
+    forward_s, backward_s, exchange_s, compute_s = columns
     busy_s = _per_rank(slots, slots.count * (forward_s + backward_s))
     if pairs and exchange_s.any():
         busy_s -= _hidden_s(plan, _per_rank(slots, slots.count * exchange_s), _per_rank(slots, slots.count * compute_s))

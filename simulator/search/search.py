@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -28,11 +28,14 @@ from ..memory.memory import RankMemory, rank_memories
 from ..simulation.simulate import simulate
 from ..stack.profiles import profile_of
 from ..step.step import worst
-from .bounds import chain_bounds_s, family_bound_s, lower_bound_s, memory_bound_bytes
-from .space import Cut, Family, Tally, cuts, families, variants
+from .bounds import chain_bounds_s, family_bound_s, lower_bound_s
+from .memory_floor import MemoryFloors
+from .question import SLOWEST_OF_FRONT, Progress, Question, check_objective, costs
+from .simplicity import complexity, num_axes, plainer_first
+from .space import Cut, Family, Tally, cuts, families, fitting, variants
 
 NUM_RANKED = 10
-"""Candidates in the report."""
+"""Candidates that are looked for at least, so that of near-equal ones the plainer can come first."""
 
 MAX_SIMULATIONS = 200
 """Simulations after which the search stops even if bounds are left below the best; the report then
@@ -55,6 +58,7 @@ REASONS = {
     "out-of-memory": "the worst rank's peak is above what is usable of the device's memory",
     "bound-above-best": "a lower bound on the step time is above the slowest ranked candidate",
     "slower": "simulated, and slower than the ranked candidates",
+    "beaten": "another is as fast at least, needs no more memory and is no less plain",
     "illegal-layout": "degrees or rank order contradict each other",
     "not-simulated": f"left over after {MAX_SIMULATIONS} simulations",
 }
@@ -69,7 +73,7 @@ class SearchResult:
     plans: tuple[Plan, ...] = ()
 
 
-def search(space: SearchSpace | Plan) -> SearchResult:
+def search(space: SearchSpace | Plan, question: Question | None = None) -> SearchResult:
     """The ranked layouts of a search space; of a plan, all but its layout, microbatch,
     recomputation and schedule is taken.
 
@@ -80,10 +84,14 @@ def search(space: SearchSpace | Plan) -> SearchResult:
     degrees or the microbatch, all combinations with them count once.
     """
     started = perf_counter()
-    tally = Tally()
+    question = question or Question()
     if isinstance(space, Plan):
         space = SearchSpace(**{name: getattr(space, name) for name in SHARED_WITH_PLANS})
-    best = _best(space, tally)
+    check_objective(question.objective, space.cluster)
+    hunt = _Hunt(space, question)
+    best = hunt.front() if question.pareto else hunt.smallest() if question.objective == "memory" else hunt.fastest()
+    tally = hunt.tally
+    tally.evaluated += len(best)
     report = {
         "candidates": [candidate(plan, found) for plan, found in best],
         "evaluated": tally.evaluated,
@@ -94,47 +102,150 @@ def search(space: SearchSpace | Plan) -> SearchResult:
     return SearchResult(report, tuple(plan for plan, _ in best))
 
 
-def _best(space: SearchSpace, tally: Tally) -> list[tuple[Plan, dict[str, Any]]]:
-    """The fastest plans that fit, with what is predicted of them, best first: branch and bound over families, cuts and
-    plans (Land & Doig 1960)."""
-    place = count()
-    shared: dict[tuple[object, ...], Any] = {}
-    queue: list[tuple[float, int, Family | Cut | Plan]] = [
-        (family_bound_s(family, Pricing(family.plan, shared=shared)), next(place), family)
-        for family in families(space, tally)
-    ]
-    heapq.heapify(queue)
-    ranked: list[tuple[float, int, Plan, dict[str, Any]]] = []
-    while queue:
-        bound_s, _, entry = queue[0]
-        if len(ranked) >= NUM_RANKED and bound_s > ranked[NUM_RANKED - 1][0]:
-            tally.reject("bound-above-best", _size(queue))
-            break
-        heapq.heappop(queue)
-        if isinstance(entry, Family):
-            for cheap_s, cut in _bounded(entry, shared):
-                heapq.heappush(queue, (max(bound_s, cheap_s), next(place), cut))
-        elif isinstance(entry, Cut):
-            for sharp_s, plan in _fitting(entry, space, tally):
-                heapq.heappush(queue, (max(bound_s, sharp_s), next(place), plan))
-        elif (reason := _misfit(entry)) is not None:
-            tally.reject(reason)
-        elif tally.simulated == MAX_SIMULATIONS:
-            tally.reject("not-simulated", 1 + _size(queue))
-            break
-        else:
-            tally.simulated += 1
-            report = simulate(entry).report
-            bisect.insort(ranked, (report["step_time_s"], next(place), entry, report))
-    best, slower = ranked[:NUM_RANKED], ranked[NUM_RANKED:]
-    tally.reject("slower", len(slower))
-    tally.evaluated += len(best)
-    return [(plan, report) for _, _, plan, report in best]
+Answer = tuple[Plan, dict[str, Any]]
+"""A plan with what is predicted of it."""
+
+
+class _Hunt:
+    """One search: branch and bound over families, cuts and plans (Land & Doig 1960)."""
+
+    def __init__(self, space: SearchSpace, question: Question):
+        self.space, self.question, self.tally = space, question, Tally()
+        self._place, self._floors = count(), MemoryFloors()
+        self._shared: dict[tuple[object, ...], Any] = {}
+        self._queue: list[tuple[float, int, Family | Cut | Plan]] = []
+
+    def fastest(self) -> list[Answer]:
+        """The fastest plans that fit, best first, of near-equal ones the plainest."""
+        most = max(NUM_RANKED, self.question.top)
+        ranked: list[tuple[float, int, Plan, dict[str, Any]]] = []
+        for _ in self._by_time(lambda bound_s, _: len(ranked) >= most and bound_s > ranked[most - 1][0], ranked):
+            pass
+        best, slower = ranked[:most], ranked[most:]
+        ordered = plainer_first([(step_s, plan, report) for step_s, _, plan, report in best])
+        self.tally.reject("slower", len(slower) + len(ordered[self.question.top :]))
+        return [(plan, report) for _, plan, report in ordered[: self.question.top]]
+
+    def front(self) -> list[Answer]:
+        """The plans that none beats in time, memory and simplicity together, fastest first."""
+        ranked: list[tuple[float, int, Plan, dict[str, Any]]] = []
+
+        def lost(bound_s: float, entry: Family | Cut | Plan | None) -> bool:
+            if ranked and bound_s > ranked[0][0] * SLOWEST_OF_FRONT:
+                return True
+            if entry is None or not isinstance(entry, Family | Plan):
+                return False
+            least = entry.least_bytes if isinstance(entry, Family) else self._floors.bytes_of(entry)
+            things = num_axes(entry.plan) if isinstance(entry, Family) else complexity(entry)[0]
+            return any(
+                step_s <= bound_s and report["peak_memory_bytes"] <= least and complexity(plan)[0] <= things
+                for step_s, _, plan, report in ranked
+            )
+
+        for _ in self._by_time(lost, ranked):
+            pass
+        found: list[tuple[float, int, Plan, dict[str, Any]]] = []
+        for entry in ranked:
+            step_s, _, plan, report = entry
+            if step_s <= ranked[0][0] * SLOWEST_OF_FRONT and not any(
+                other["peak_memory_bytes"] <= report["peak_memory_bytes"]
+                and complexity(known)[0] <= complexity(plan)[0]
+                for _, _, known, other in found
+            ):
+                found.append(entry)
+        self.tally.reject("beaten", len(ranked) - len(found))
+        return [(plan, report) for _, _, plan, report in found]
+
+    def smallest(self) -> list[Answer]:
+        """The plans whose worst rank holds least, best first; of those that hold as much the fastest."""
+        place, queue = self._place, list[tuple[float, int, Family | Plan, bool]]()
+        queue = [(family.least_bytes, next(place), family, False) for family in self._possible()]
+        heapq.heapify(queue)
+        found: list[tuple[float, Plan]] = []
+        while queue and (len(found) < self.question.top or queue[0][0] <= found[-1][0]):
+            num_bytes, _, entry, is_exact = heapq.heappop(queue)
+            if isinstance(entry, Family):
+                for same_cut in cuts(entry):
+                    for plan in (plan for cut in same_cut for plan in variants(cut, self.space)):
+                        heapq.heappush(queue, (self._floors.bytes_of(plan), next(place), plan, False))
+            elif is_exact:
+                found.append((num_bytes, entry))
+            elif (reason := self._misfit(entry)) is not None:
+                self.tally.reject(reason)
+            else:
+                heapq.heappush(queue, (worst(_memories(entry)).peak_bytes, next(place), entry, True))
+        self.tally.reject("bound-above-best", sum(_num_plans(entry) for _, _, entry, _ in queue))
+        simulated = [(num_bytes, plan, simulate(plan).report) for num_bytes, plan in found]
+        self.tally.simulated += len(simulated)
+        simulated.sort(key=lambda entry: (entry[0], entry[2]["step_time_s"], complexity(entry[1])))
+        self.tally.reject("slower", len(simulated[self.question.top :]))
+        return [(plan, report) for _, plan, report in simulated[: self.question.top]]
+
+    def _by_time(
+        self, lost: Callable[[float, Family | Cut | Plan | None], bool], ranked: list[tuple[float, int, Plan, Any]]
+    ) -> Iterator[None]:
+        """Simulates into `ranked`, sorted by step, the plans that are not `lost`: (bound, entry) says so of one, and
+        with None of all that have no lower bound. Yields after every step of the search."""
+        queue, place, tally = self._queue, self._place, self.tally
+        for family in self._possible():
+            queue.append((family_bound_s(family, Pricing(family.plan, shared=self._shared)), next(place), family))
+        heapq.heapify(queue)
+        while queue:
+            bound_s, _, entry = queue[0]
+            if lost(bound_s, None):
+                tally.reject("bound-above-best", _size(queue))
+                break
+            heapq.heappop(queue)
+            if lost(bound_s, entry):
+                tally.reject("beaten", _num_plans(entry))
+            elif isinstance(entry, Family):
+                for cheap_s, cut in _bounded(entry, self._shared):
+                    heapq.heappush(queue, (max(bound_s, cheap_s), next(place), cut))
+            elif isinstance(entry, Cut):
+                for sharp_s, plan in _sharpened(entry, self.space):
+                    heapq.heappush(queue, (max(bound_s, sharp_s), next(place), plan))
+            elif (reason := self._misfit(entry)) is not None:
+                tally.reject(reason)
+            elif tally.simulated == MAX_SIMULATIONS:
+                tally.reject("not-simulated", 1 + _size(queue))
+                break
+            else:
+                tally.simulated += 1
+                report = simulate(entry).report
+                bisect.insort(ranked, (report["step_time_s"], next(place), entry, report))
+            if self.question.watch is not None:
+                best_s = ranked[0][0] if ranked else None
+                self.question.watch(Progress(len(queue), tally.evaluated, bound_s, best_s))
+            yield
+
+    def _possible(self) -> Iterator[Family]:
+        """The families with what may fit of them."""
+        for family in families(self.space, self.tally, self.question.part):
+            usable = self._usable_bytes(family.plan)  # goes by the degrees alone
+            if (left := fitting(family, self.space, self._floors, usable, self.tally)) is not None:
+                yield left
+
+    def _usable_bytes(self, plan: Plan) -> int:
+        usable, most = capacity_of(plan).usable_bytes, self.question.most_bytes
+        return usable if most is None else min(usable, most)
+
+    def _misfit(self, plan: Plan) -> str | None:
+        """Why a plan cannot run: its worst rank holds too much, or its order needs more stages gathered at a
+        time than are pinned."""
+        try:
+            heaviest = worst(_memories(plan))
+        except ScheduleError:
+            return "schedule-can-be-built"
+        return "out-of-memory" if heaviest.peak_bytes > self._usable_bytes(plan) else None
+
+
+def _num_plans(entry: Family | Cut | Plan) -> int:
+    return 1 if isinstance(entry, Plan) else entry.size
 
 
 def _size(queue: list[tuple[float, int, Family | Cut | Plan]]) -> int:
     """Plans that are left."""
-    return sum(1 if isinstance(entry, Plan) else entry.size for _, _, entry in queue)
+    return sum(_num_plans(entry) for _, _, entry in queue)
 
 
 def _bounded(family: Family, shared: dict[tuple[object, ...], Any]) -> Iterator[tuple[float, Cut]]:
@@ -148,23 +259,10 @@ def _bounded(family: Family, shared: dict[tuple[object, ...], Any]) -> Iterator[
         )
 
 
-def _fitting(cut: Cut, space: SearchSpace, tally: Tally) -> Iterator[tuple[float, Plan]]:
-    """(sharp bound in seconds, plan) of what may fit."""
+def _sharpened(cut: Cut, space: SearchSpace) -> Iterator[tuple[float, Plan]]:
+    """(sharp bound in seconds, plan) of every plan of a cut."""
     for plan in variants(cut, space):
-        if memory_bound_bytes(plan) > capacity_of(plan).usable_bytes:
-            tally.reject("out-of-memory")
-            continue
         yield lower_bound_s(plan, Pricing(plan, gathers_scheduled=plan.schedule.max_active_stages is not None)), plan
-
-
-def _misfit(plan: Plan) -> str | None:
-    """Why a plan cannot run: its worst rank holds too much, or its order needs more stages gathered at a
-    time than are pinned."""
-    try:
-        heaviest = worst(_memories(plan))
-    except ScheduleError:
-        return "schedule-can-be-built"
-    return "out-of-memory" if heaviest.peak_bytes > capacity_of(plan).usable_bytes else None
 
 
 def _memories(plan: Plan) -> tuple[RankMemory, ...]:
@@ -203,4 +301,5 @@ def candidate(plan: Plan, report: Mapping[str, Any]) -> dict[str, Any]:
         "step_time_s": report["step_time_s"],
         "mfu": report["mfu"],
         "peak_memory_bytes": report["peak_memory_bytes"],
+        **costs(plan.cluster, report["step_time_s"]),
     }

@@ -8,8 +8,9 @@ stage, and a cut has plans.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from ...core.plan.rules import broken_rules
 from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
 from ...core.schedule import CATALOG
 from ..stack.profiles import PROFILES
+from .memory_floor import MemoryFloors
 
 MICRO_SIZES = (1, 2, 4, 8, 16)
 """Microbatch sizes tried unless one is pinned."""
@@ -56,24 +58,30 @@ class Tally:
 
 
 class Skeleton(NamedTuple):
-    """Degrees and chunks, and the schedules of one placement that can be built for them."""
+    """Degrees and chunks, and the schedules of one placement that can be built for them, each with the ZeRO stages to
+    try."""
 
     layout: Layout
-    schedules: tuple[str, ...]
+    zeros: Mapping[str, tuple[int, ...]]
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """Names of the schedules."""
+        return tuple(self.zeros)
 
 
 class Family(NamedTuple):
     """Layouts that differ in chunks, schedule and ZeRO stage only, so that their layers cost the same: one plan of
-    them, and what makes the others."""
+    them, what makes the others, and a lower bound on the memory of each."""
 
     plan: Plan
     skeletons: tuple[Skeleton, ...]
-    zeros: tuple[int, ...]
+    least_bytes: int = 0
 
     @property
     def size(self) -> int:
         """Plans of the family."""
-        return len(self.zeros) * sum(len(skeleton.schedules) for skeleton in self.skeletons)
+        return sum(len(zeros) for skeleton in self.skeletons for zeros in skeleton.zeros.values())
 
 
 class Cut(NamedTuple):
@@ -111,24 +119,28 @@ class Pinned:
         return self.space.pinned.get(key, otherwise)
 
 
-def families(space: SearchSpace, tally: Tally) -> Iterator[Family]:
-    """All families that obey the rules. Counts what breaks a rule: where the degrees, the chunks or the microbatch do,
+def families(space: SearchSpace, tally: Tally, part: tuple[int, int] = (1, 1)) -> Iterator[Family]:
+    """All families that obey the rules, of the degrees that are a part's: (number, of how many). Counts what breaks a rule: where the degrees, the chunks or the microbatch do,
     all combinations with them once."""
     pinned = Pinned(space)
     _check_recompute(space, pinned)
     found = False
-    for degrees in _degrees(space, pinned):
+    number, of = part
+    for place, degrees in enumerate(_degrees(space, pinned)):
         found = True
+        if place % of != number - 1:
+            continue
         chunks = pinned.values("layout.vpp", range(1, MAX_CHUNKS + 1) if degrees["pp"] > 1 else (1,))
         for micro in pinned.values("batch.micro", MICRO_SIZES):
             batch = replace(space.batch, micro_size=micro)
             skeletons = [
                 each for vpp in chunks for each in _skeletons(space, pinned, tally, {**degrees, "vpp": vpp}, batch)
             ]
-            zeros = _zeros(space, pinned, tally, skeletons[0].layout) if skeletons else ()
+            zeros = _zeros(space, pinned, tally, skeletons[0][0]) if skeletons else ()
             if zeros:
-                for plan in _recomputed(space, pinned, skeletons[0], batch, zeros[0]):
-                    yield Family(plan, tuple(skeletons), zeros)
+                tried = tuple(Skeleton(layout, dict.fromkeys(names, zeros)) for layout, names in skeletons)
+                for plan in _recomputed(space, pinned, tried[0], batch, zeros[0]):
+                    yield Family(plan, tried)
     if not found:
         raise PlanError(_no_degrees(space))
 
@@ -137,9 +149,42 @@ def cuts(family: Family) -> Iterator[list[Cut]]:
     """The cuts of a family, those together that differ in the order of their schedule only."""
     plan, layout = family.plan, family.plan.layout
     for skeleton in family.skeletons:
-        cut = replace(skeleton.layout, sequence_parallel=layout.sequence_parallel, zero=layout.zero)
-        first = _changed(plan, layout=cut, schedule=replace(plan.schedule, name=skeleton.schedules[0]))
-        yield [Cut(first, name, family.zeros) for name in skeleton.schedules]
+        cut = _cut_layout(skeleton.layout, layout.sequence_parallel, layout.zero)
+        first = _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
+        yield [Cut(first, name, zeros) for name, zeros in skeleton.zeros.items()]
+
+
+def fitting(family: Family, space: SearchSpace, floors: MemoryFloors, usable_bytes: int, tally: Tally) -> Family | None:
+    """What is left of a family without the plans that do not fit, which are counted; None where nothing is."""
+    pinned, left, least = Pinned(space), list[Skeleton](), usable_bytes
+    for (first, *_), skeleton in zip(cuts(family), family.skeletons, strict=True):
+        possible: dict[str, tuple[int, ...]] = {}
+        for multiple, names in _by_multiple(skeleton.schedules).items():
+            counts, zeros = _counts(first.plan.batch, skeleton.layout, multiple), skeleton.zeros[names[0]]
+            made = {zero: partial(_with_zero, first.plan, space, pinned, names[0], zero) for zero in zeros}
+            for name, needed in floors.of_zeros(first.plan, counts, names, made, usable_bytes).items():
+                some = tuple(zero for zero, num_bytes in zip(zeros, needed, strict=True) if num_bytes <= usable_bytes)
+                if some:
+                    possible[name], least = some, min(least, *needed)
+        if possible:
+            ordered = {name: possible[name] for name in skeleton.schedules if name in possible}
+            left.append(Skeleton(skeleton.layout, ordered))
+    found = Family(family.plan, tuple(left), least)
+    if found.size < family.size:
+        tally.reject("out-of-memory", family.size - found.size)
+    if not left:
+        return None
+    schedule, zeros = next(iter(left[0].zeros.items()))
+    cut = _cut_layout(left[0].layout, family.plan.layout.sequence_parallel, zeros[0])
+    return found._replace(plan=_with_zero(_changed(family.plan, layout=cut), space, pinned, schedule, zeros[0]))
+
+
+def _by_multiple(schedules: Sequence[str]) -> dict[int, list[str]]:
+    """Schedules by that of which their numbers of microbatches are multiples."""
+    found: dict[int, list[str]] = {}
+    for name in schedules:
+        found.setdefault(CATALOG[name].multiple, []).append(name)
+    return found
 
 
 def variants(cut: Cut, space: SearchSpace) -> Iterator[Plan]:
@@ -151,11 +196,30 @@ def variants(cut: Cut, space: SearchSpace) -> Iterator[Plan]:
 
 def _with_zero(plan: Plan, space: SearchSpace, pinned: Pinned, schedule: str, zero: int) -> Plan:
     """The plan with another schedule and ZeRO stage."""
-    data_parallel = space.data_parallel if zero else replace(space.data_parallel, shard=None, overlap_param_gather=None)
-    choice = ScheduleChoice(schedule, max_active_stages=pinned.one("schedule.max_active_stages") if zero == 3 else None)
+    data_parallel = space.data_parallel if zero else _whole(space.data_parallel)
+    choice = _choice(schedule, pinned.one("schedule.max_active_stages") if zero == 3 else None)
     if (plan.layout.zero, plan.data_parallel, plan.schedule) == (zero, data_parallel, choice):
         return plan
-    return _changed(plan, layout=replace(plan.layout, zero=zero), data_parallel=data_parallel, schedule=choice)
+    layout = _cut_layout(plan.layout, plan.layout.sequence_parallel, zero)
+    return _changed(plan, layout=layout, data_parallel=data_parallel, schedule=choice)
+
+
+@lru_cache(maxsize=16)
+def _whole(data_parallel: DataParallel) -> DataParallel:
+    """Without ZeRO there are no shards, and no weights to gather."""
+    return replace(data_parallel, shard=None, overlap_param_gather=None)
+
+
+@lru_cache(maxsize=256)
+def _choice(name: str, max_active_stages: int | None = None) -> ScheduleChoice:
+    return ScheduleChoice(name, max_active_stages=max_active_stages)
+
+
+@lru_cache(maxsize=4096)
+def _cut_layout(layout: Layout, sequence_parallel: bool, zero: int) -> Layout:
+    """A layout with other values of what has no rule to obey but its own range; kept, because a search asks for each
+    with every microbatch and recomputation."""
+    return replace(layout, sequence_parallel=sequence_parallel, zero=zero)
 
 
 def _changed(plan: Plan, **nouns: Any) -> Plan:
@@ -214,7 +278,7 @@ def _no_degrees(space: SearchSpace) -> str:
 
 def _skeletons(
     space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[str, Any], batch: Batch
-) -> list[Skeleton]:
+) -> list[tuple[Layout, tuple[str, ...]]]:
     """Which schedules can run with these degrees and microbatch, those of one placement together."""
     names = pinned.values("schedule.name", _names(space, degrees["pp"], degrees["vpp"]))
     try:
@@ -236,7 +300,7 @@ def _skeletons(
             tally.reject("schedule-can-be-built")
         else:
             legal.setdefault(CATALOG[name].placement, []).append(name)
-    return [Skeleton(layout, tuple(same_cut)) for same_cut in legal.values()]
+    return [(layout, tuple(same_cut)) for same_cut in legal.values()]
 
 
 def _counts(batch: Batch, layout: Layout, multiple: int) -> tuple[int, ...]:

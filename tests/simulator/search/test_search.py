@@ -28,16 +28,12 @@ from shardproof.core.plan.stacks import STACKS
 from shardproof.core.schedule import CATALOG
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.memory.sizes import _sizes, _tapes_of, stage_sizes
-from shardproof.simulator.search.bounds import (
-    ALL_IN_FLIGHT,
-    FILLED_IN_FLIGHT,
-    WHOLE_BACKWARDS,
-    chain_bounds_s,
-    lower_bound_s,
-    memory_bound_bytes,
-)
+from shardproof.simulator.search.bounds import WHOLE_BACKWARDS, chain_bounds_s, lower_bound_s
 from shardproof.simulator.search.fit import fit
+from shardproof.simulator.search.memory_floor import ALL_IN_FLIGHT, FILLED_IN_FLIGHT, MemoryFloors
+from shardproof.simulator.search.question import NEAR, SLOWEST_OF_FRONT, Question
 from shardproof.simulator.search.search import NUM_RANKED, _memories, search
+from shardproof.simulator.search.simplicity import complexity, plainer_first
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.stack.profiles import PROFILES
 
@@ -102,10 +98,10 @@ def everything(
 def check_ranking(given: SearchSpace, expected: list[tuple[float, Plan]]) -> None:
     result = search(given)
     assert len(expected) > 30
-    assert [c["step_time_s"] for c in result.report["candidates"]] == [time_s for time_s, _ in expected[:NUM_RANKED]]
-    assert [simulate(plan).report["step_time_s"] for plan in result.plans] == [
-        time_s for time_s, _ in expected[:NUM_RANKED]
-    ]
+    steps_s = [candidate["step_time_s"] for candidate in result.report["candidates"]]
+    assert sorted(steps_s) == [time_s for time_s, _ in expected[:NUM_RANKED]]
+    assert [simulate(plan).report["step_time_s"] for plan in result.plans] == steps_s
+    assert all(later >= before / (1 + NEAR) for before, later in itertools.pairwise(steps_s))
     assert result.report["simulated"] < len(expected) / 2
     assert result.report["evaluated"] == len(result.report["candidates"]) + sum(result.report["rejected"].values())
 
@@ -159,7 +155,7 @@ def test_no_run_beats_its_bounds_and_memory_needs_few_microbatches(name, profile
         simulation, pricing = simulate(plan), Pricing(plan)
         (cheap_s,) = chain_bounds_s(plan, [name], pricing)
         assert cheap_s <= lower_bound_s(plan, pricing) <= simulation.report["step_time_s"]
-        assert memory_bound_bytes(plan) <= simulation.report["peak_memory_bytes"]
+        assert MemoryFloors().bytes_of(plan) <= simulation.report["peak_memory_bytes"]
         assert _memories(plan) == simulation.memory
 
 
@@ -270,3 +266,62 @@ def test_tapes_shared_by_plans_of_other_stages_copies_and_zero_are_their_own():
         _tapes_of.cache_clear()
         _sizes.cache_clear()
         assert stage_sizes(replace(given)) == shared
+
+
+SMALL = {"batch.micro": 1, "recompute.mode": "none"}
+
+
+def small() -> SearchSpace:
+    return space(4, 80e9, replace(MODEL, num_layers=4), Batch(8, 1, 4096), "megatron-te", **SMALL)
+
+
+def test_the_least_memory_is_that_of_looking_at_everything():
+    found = sorted(max(m.peak_bytes for m in _memories(plan)) for _, plan in everything(small(), modes=("none",)))
+    result = search(small(), Question("memory", top=6))
+    assert [each["peak_memory_bytes"] for each in result.report["candidates"]] == found[:6]
+    assert result.report["evaluated"] == 6 + sum(result.report["rejected"].values())
+
+
+def test_the_front_is_that_of_simulating_everything():
+    points = []
+    for step_s, plan in everything(small(), modes=("none",)):
+        points.append((step_s, max(m.peak_bytes for m in _memories(plan)), complexity(plan)[0]))
+    points = [point for point in points if point[0] <= points[0][0] * SLOWEST_OF_FRONT]
+    front = {
+        point
+        for point in points
+        if not any(all(a <= b for a, b in zip(other, point, strict=True)) for other in points if other != point)
+    }
+    result = search(small(), Question(pareto=True))
+    rows = zip(result.report["candidates"], result.plans, strict=True)
+    assert {(row["step_time_s"], row["peak_memory_bytes"], complexity(plan)[0]) for row, plan in rows} == front
+    assert len(front) >= 3
+    assert result.report["evaluated"] == len(result.plans) + sum(result.report["rejected"].values())
+
+
+def test_money_and_energy_are_reckoned_where_prices_are_known():
+    with pytest.raises(PlanError, match=r"cluster\.device_watts"):
+        search(small(), Question("energy"))
+    given = replace(small(), cluster=replace(small().cluster, device_watts=700.0, device_price_per_hour=2.0))
+    best = search(given, Question("money")).report["candidates"][0]
+    assert best["step_price"] == pytest.approx(best["step_time_s"] * 4 * 2 / 3600)
+    assert best["step_energy_j"] == pytest.approx(best["step_time_s"] * 4 * 700)
+
+
+def test_parts_decide_the_whole_space_together():
+    whole, parts = search(small()), [search(small(), Question(part=(n, 3))) for n in (1, 2, 3)]
+    assert sum(part.report["evaluated"] for part in parts) == whole.report["evaluated"]
+    best = sorted(each["step_time_s"] for part in parts for each in part.report["candidates"])
+    assert best[:NUM_RANKED] == sorted(each["step_time_s"] for each in whole.report["candidates"])
+
+
+def test_a_plan_above_a_memory_limit_is_no_answer():
+    heaviest = max(each["peak_memory_bytes"] for each in search(small()).report["candidates"])
+    limited = search(small(), Question(most_bytes=heaviest - 1)).report["candidates"]
+    assert limited and all(each["peak_memory_bytes"] < heaviest for each in limited)
+
+
+def test_of_near_equal_layouts_the_plainest_comes_first():
+    plans = [replace(Plan(MODEL, space(4).cluster, Layout(tp=tp, dp=4 // tp), BATCH)) for tp in (4, 2, 1)]
+    ranked = plainer_first(list(zip((1.0, 1.004, 1.006), plans, (None,) * 3, strict=True)))
+    assert [plan.layout.tp for _, plan, _ in ranked] == [2, 4, 1]  # 1.006 is not near 1.0
