@@ -7,13 +7,23 @@ from typing import Literal
 
 import pytest
 
-from shardproof.core.base.bounds import Bound
+from shardproof.core.base.bounds import Bound, bound_of
 from shardproof.core.base.errors import PlanError
-from shardproof.core.base.option import Bounded, limit_complaint, noun, option, option_choices, option_types
+from shardproof.core.base.option import (
+    Bounded,
+    _Limited,
+    _limited,
+    limit_complaint,
+    noun,
+    option,
+    option_choices,
+    option_types,
+)
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster import ClusterSpec
 from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.plan.sections import Numerics, Runtime
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.sections import Batch, Numerics, Precision, Runtime, Train
 
 
 @noun()
@@ -99,3 +109,20 @@ def test_a_noun_made_in_python_has_the_choices_of_its_options(make, sentence, ke
         make()
     (problem,) = caught.value.problems
     assert sentence in problem and problem.key == key
+
+
+def edges(limit: _Limited) -> set[int]:
+    """Whole numbers around everything that an option's limits and bound may mean."""
+    given = [limit.about.get(name) for name in ("minimum", "maximum", "above", "below")]
+    bound = limit.about.get("bound") or bound_of(limit.name, whole=True)
+    found = {int(each) for each in (*given, bound.most, bound.least, 0, 1) if each is not None}
+    return {number + change for number in found for change in (-1, 0, 1)}
+
+
+@pytest.mark.parametrize("of", [Oven, Layout, ClusterSpec, ModelSpec, Batch, Numerics, Precision, Runtime, Train])
+def test_whole_numbers_that_are_looked_up_are_those_without_a_complaint(of):
+    for limit in _limited(of):
+        asked = dataclasses.replace(limit, plain=range(0))
+        for number in edges(limit):
+            assert limit.complaint(number) == asked.complaint(number), (limit.name, number)
+        assert not limit.is_whole or any(number in limit.plain for number in edges(limit)), limit.name
