@@ -333,5 +333,7 @@ def _or_off(row: Row) -> Row:
     return replace(row, plain=(False, None, [], ""))
 
 
-TABLE = index(*(map(_or_off, rows) for rows in (_DEGREES, _PIPELINE, _TRAINING, _MODEL, _RECOMPUTED, _COMPILED, _NARROW, _SAVED, APART)))  # fmt: skip
+_PARTS = (_DEGREES, _PIPELINE, _TRAINING, _MODEL, _RECOMPUTED, _COMPILED, _NARROW, _SAVED, APART)
+
+TABLE = index(*(map(_or_off, rows) for rows in _PARTS))
 """Name in v0.2.2 -> row."""
