@@ -8,15 +8,21 @@ optimizer/optimizer_config.py of Megatron-LM.
 
 from __future__ import annotations
 
-from .table import Kind, Row, index, quiet, same, unless
+from .bridge_usual import REST
+from .table import Kind, Row, index, same, unless
 
 _NUMBER: Kind = (int, float)
-_WHOLE = "an int, or a part of the model"
-_DRAWN = "how weights are drawn; no step changes"
-_FUSED = "kernels are those of the profile"
-_APART = "apart from a step: what is read, printed, checked and saved"
 _LAYER = "our layers lack it"
-_SENT = "how ranks exchange is the profile's"
+
+YARN = {
+    "rotary_scaling_factor": "rope_factor",
+    "original_max_position_embeddings": "rope_original_positions",
+    "beta_fast": "rope_beta_fast",
+    "beta_slow": "rope_beta_slow",
+    "mscale": "rope_mscale",
+    "mscale_all_dim": "rope_mscale_all_dim",
+}
+"""What the numbers of yarn are in a plan; a model without latent attention has them with `yarn_` before their names."""
 
 MODEL = (
     same("model.num_layers", "model.num_layers", None, int),
@@ -47,6 +53,7 @@ MODEL = (
     Row("model.mscale_all_dim", "mapped", "model.rope_mscale_all_dim", kind=_NUMBER),
     Row("model.beta_fast", "mapped", "model.rope_beta_fast", kind=_NUMBER),
     Row("model.beta_slow", "mapped", "model.rope_beta_slow", kind=_NUMBER),
+    *(Row(f"model.yarn_{name}", "mapped", f"model.{key}", kind=_NUMBER) for name, key in YARN.items()),
     Row("model.rope_type", "mapped", "model.rope_scaling", default="rope", kind=str),
     Row("model.share_embeddings_and_output_weights", "mapped", "model.tied_embeddings", default=True, kind=bool),
     same("model.add_bias_linear", "model.bias", True, bool),
@@ -269,112 +276,6 @@ TRAIN = (
     Row("checkpoint.save_interval", "mapped", "checkpoint.every", kind=int),
     Row("peft", "refused", None, "adapters train a part of the weights only", plain=(None,)),
     Row("peft.*", "refused", None, "adapters train a part of the weights only"),
-)
-
-REST = (
-    *quiet(
-        "model",
-        "init_method init_method_std output_layer_init_method embedding_init_method "
-        "embedding_init_method_std perform_initialization "
-        "use_cpu_initialization init_model_with_meta_device mup_width_mult mup_base_hidden_size "
-        "mup_embedding_mult mup_output_mult "
-        "mup_base_head_dim mup_attn_scale_power",
-        _DRAWN,
-    ),
-    *quiet(
-        "model",
-        "transformer_layer_spec transformer_impl attention_backend flash_attention_version "
-        "apply_rope_fusion bias_activation_fusion "
-        "bias_dropout_fusion bias_dropout_add_fusion masked_softmax_fusion persist_layer_norm "
-        "memory_efficient_layer_norm "
-        "fused_single_qkv_rope fused_residual_rmsnorm use_fused_weighted_squared_relu use_transformer_engine_op_fuser "
-        "use_transformer_engine_full_layer_spec gradient_accumulation_fusion cross_entropy_loss_fusion "
-        "cross_entropy_fusion_impl "
-        "moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_router_dtype "
-        "use_te_activation_func "
-        "activation_func_fp8_input_store disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache "
-        "fp16_lm_cross_entropy logit_dtype parallel_output clone_scatter_output_in_embedding "
-        "scatter_embedding_sequence_parallel "
-        "deallocate_pipeline_outputs pipeline_dtype params_dtype autocast_dtype moe_shared_expert_overlap "
-        "use_mamba_mem_eff_path "
-        "mla_down_proj_fusion async_tensor_model_parallel_allreduce",
-        _FUSED,
-        "not-modelled",
-    ),
-    *quiet(
-        "model",
-        "tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
-        "tp_comm_overlap_rs_dgrad tp_comm_split_ag "
-        "tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 "
-        "tp_comm_bootstrap_backend tp_comm_overlap_cfg batch_p2p_sync overlap_p2p_comm_warmup_flush "
-        "wgrad_deferral_limit "
-        "pipeline_model_parallel_comm_backend moe_flex_dispatcher_backend moe_deepep_num_sms "
-        "moe_flex_dispatcher_num_sms "
-        "moe_hybridep_num_sms cuda_graph_scope cuda_graph_modules cuda_graph_warmup_steps "
-        "cuda_graph_use_single_mempool "
-        "cuda_graph_retain_backward_graph cpu_offloading_activations cpu_offloading_double_buffering "
-        "ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream moe_router_load_balancing_type "
-        "moe_token_drop_policy",
-        _SENT,
-        "not-modelled",
-    ),
-    *quiet(
-        "model",
-        "fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo "
-        "fp8_quantizer_factory fp4_recipe fp4_param "
-        "fp4_quantizer_factory num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
-        "how operands are scaled is the profile's",
-        "not-modelled",
-    ),
-    *quiet(
-        "model",
-        "timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func "
-        "config_logger_dir barrier_with_L1_time "
-        "moe_per_layer_logging hetereogenous_dist_checkpoint restore_modelopt_state hf_model_id "
-        "hf_model_revision generation_config "
-        "flash_decode inference_rng_tracker inference_sampling_seed use_te_rng_tracker mlp_chunks_for_prefill _target_ "
-        "log_max_attention_logit bos_token_id eos_token_id pad_token_id mamba_state_dim mamba_head_dim "
-        "mamba_num_groups mamba_num_heads "
-        "qk_clip_alpha qk_clip_threshold cache_mla_latents linear_conv_kernel_dim linear_key_head_dim "
-        "linear_value_head_dim "
-        "linear_num_key_heads linear_num_value_heads",
-        _APART,
-    ),
-    *quiet("model", "generation_config.* text_config.* hf_config.* timers.*", _APART),
-    *quiet(
-        "ddp",
-        "bucket_size align_param_gather average_in_collective pad_buckets_for_high_nccl_busbw num_buckets "
-        "nccl_ub fsdp_double_buffer "
-        "fp8_param_gather fp4_param_gather keep_fp8_transpose_cache gradient_reduce_div_fusion "
-        "suggested_communication_unit_size "
-        "disable_symmetric_registration reuse_grad_buf_for_mxfp8_param_ag outer_dp_sharding_strategy "
-        "delay_wgrad_compute "
-        "preserve_fp32_weights check_for_large_grads reduce_scatter_with_fp32_accumulation",
-        "buckets and buffers are the profile's",
-        "not-modelled",
-    ),
-    *quiet(
-        "",
-        "optimizer.* scheduler.* mixed_precision.*",
-        "weights may differ; time and memory are modelled as usual",
-        "not-modelled",
-    ),
-    *quiet("", "comm_overlap.* ddp.*", _SENT, "not-modelled"),
-    *quiet("", "comm_overlap", _SENT),
-    *quiet(
-        "",
-        "dataset.* tokenizer.* logger.* checkpoint.* rng.* rerun_state_machine.* dist.* straggler.* "
-        "nvrx_straggler.* ft.* "
-        "inprocess_restart.* profiling.* train.* tensor_inspect.* validation.*",
-        _APART,
-    ),
-    *quiet(
-        "",
-        "ft inprocess_restart nvrx_straggler straggler profiling tensor_inspect rerun_state_machine "
-        "_target_ dataset tokenizer "
-        "optimizer_config_override_provider",
-        _APART,
-    ),
 )
 
 TABLE = index(MODEL, LAYOUT, RUNTIME, TRAIN, REST)

@@ -22,7 +22,8 @@ class Row:
     """One setting of the program: its name, what becomes of it, the plan's key, why, the value that an unsaid one has,
     the Python types that its value may have (None: any), and its legal values where they are few.
 
-    `plain` are values with which the setting changes nothing: whatever its status, such a one has no effect.
+    `plain` are values with which the setting changes nothing: whatever its status, such a one has no effect, because of
+    `plain_why`.
     `same` is true where the plan's key takes the value as it is: such a row is read, and written, without more.
     """
 
@@ -35,6 +36,7 @@ class Row:
     choices: tuple[str, ...] = ()
     same: bool = False
     plain: tuple[Any, ...] | None = None
+    plain_why: str = "it is off"
 
 
 def same(flag: str, key: str, default: Any, kind: Kind) -> Row:
@@ -98,7 +100,7 @@ class Sheet:
         else:
             is_off = row.plain is not None and any(each.value == plain for plain in row.plain)
             status: Status = "no-effect" if is_off else row.status
-            setting, why = replace(setting, status=status, key=row.key), "it is off" if is_off else row.why
+            setting, why = replace(setting, status=status, key=row.key), row.plain_why if is_off else row.why
             self._given[name] = each
         self._settings[each.flag] = replace(setting, why=why)
 

@@ -11,12 +11,13 @@ from ..plan.build import Draft
 from ..plan.toml import Given
 from .account import Imported, Request
 from .table import Sheet
+from .torchtitan_apart import SPELLINGS
 from .torchtitan_degrees import put_degrees, put_experts
 from .torchtitan_models import MODELS, NOT_EXPRESSED, family_of, flavor_named, split_flavor
 from .torchtitan_numbers import put_numbers
 from .torchtitan_pipeline import put_batch, put_stages
 from .torchtitan_python import python_settings
-from .torchtitan_table import SPELLINGS, TABLE
+from .torchtitan_table import TABLE
 from .written import json_settings, toml_settings
 
 CLUSTER = "dgx-h100"

@@ -12,9 +12,10 @@ from shardproof.core.base.errors import PlanError, ShardproofError
 from shardproof.core.imports import torchtitan
 from shardproof.core.imports.account import Imported, Request
 from shardproof.core.imports.given import import_file
+from shardproof.core.imports.torchtitan_apart import SPELLINGS
 from shardproof.core.imports.torchtitan_models import MODELS, NOT_EXPRESSED
 from shardproof.core.imports.torchtitan_pipeline import stage_string
-from shardproof.core.imports.torchtitan_table import SPELLINGS, TABLE
+from shardproof.core.imports.torchtitan_table import TABLE
 from shardproof.core.imports.torchtitan_write import write
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.keys import KEYS
@@ -92,6 +93,23 @@ def test_an_unknown_setting_is_refused_with_the_closest_and_its_line():
         "did you mean "
         "'parallelism.tensor_parallel_degree'?"
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "status"),
+    [
+        ("[debug]\ndeterministic = false\n", "no-effect"),
+        ("[debug]\ndeterministic = true\n", "not-modelled"),
+        ("[training]\nenable_loss_parallel = true\n", "no-effect"),
+        ("[training]\nenable_loss_parallel = false\n", "not-modelled"),
+        ("[optimizer]\nimplementation = 'fused'\n", "no-effect"),
+        ("[optimizer]\nimplementation = 'for-loop'\n", "not-modelled"),
+        ("[float8]\nfilter_fqns = ['output']\n", "no-effect"),
+        ("[fault_tolerance]\nenable = true\n", "not-modelled"),
+    ],
+)  # fmt: skip
+def test_a_switch_that_is_off_has_no_effect_and_one_that_is_on_is_said(written: str, status: str):
+    assert [each.status for each in account(EIGHT + written).settings if each.line > 3] == [status]
 
 
 def test_a_setting_of_a_fork_in_a_section_that_changes_no_step_is_let_pass():
