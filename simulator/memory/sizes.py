@@ -67,7 +67,7 @@ class _SamePlan:
     """A plan as a key: equal to those that differ in the order of their schedule only."""
 
     def __init__(self, plan: Plan):
-        others = (getattr(plan, entry.name) for entry in fields(plan) if entry.name not in ("schedule", "train"))
+        others = (getattr(plan, entry.name) for entry in fields(plan) if entry.name != "schedule")
         self.plan, self.key = plan, (*others, plan.schedule.max_active_stages, plan.placement.ranks)
 
     def __hash__(self) -> int:
@@ -92,7 +92,8 @@ def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
     tensors = LayerTensors(plan, profile)
     layout = plan.layout
     cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp, layout.sequence_parallel)
-    parts = _tapes_of(profile, plan.model, cut, plan.batch, plan.precision, plan.recompute, plan.numerics)
+    how = (plan.precision, plan.recompute, plan.numerics, plan.runtime, plan.train)
+    parts = _tapes_of(profile, plan.model, cut, plan.batch, *how)
     by_composition: dict[tuple[object, ...], StageSizes] = {}
     found = []
     for content in plan.stages:
