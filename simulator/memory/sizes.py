@@ -17,7 +17,7 @@ from .own_zero import backward_bytes, gathering_bytes
 from .static import (
     gathered_bytes,
     gradients_bytes,
-    offloaded_moment_bytes,
+    offloaded_optimizer_bytes,
     optimizer_bytes,
     step_bytes,
     weights_bytes,
@@ -40,7 +40,7 @@ class StageSizes:
     reduce_bytes: int = 0
     gathering_bytes: int = 0
     offloaded_bytes: int = 0
-    offloaded_moment_bytes: int = 0
+    offloaded_optimizer_bytes: int = 0
 
 
 def stage_activation_bytes(plan: Plan) -> list[int]:
@@ -135,7 +135,7 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> S
         gathered_bytes=gathered_bytes(plan, stage),
         gathering_bytes=gathering_bytes(plan, stage) if profile.separate_gradients else 0,
         offloaded_bytes=offloaded,
-        offloaded_moment_bytes=offloaded_moment_bytes(plan, profile, stage),
+        offloaded_optimizer_bytes=offloaded_optimizer_bytes(plan, profile, stage),
         reduce_bytes=own_reduce_bytes(plan, stage, gradients_bytes(plan, profile, stage))
         if profile.separate_gradients
         else 0,
@@ -146,7 +146,8 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: _Parts) -> S
 def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """What the optimizer step of every rank, which holds the stages `owned`, holds besides all else."""
     sizes = stage_sizes(plan)
-    staged = [staged_bytes(sum(sizes[stage].offloaded_moment_bytes for stage in stages)) for stages in owned]
+    away = (sum(sizes[stage].offloaded_optimizer_bytes for stage in stages) for stages in owned)
+    staged = [staged_bytes(num_bytes, masters=plan.offload.masters) for num_bytes in away]
     if not profile_of(plan).memory.separate_gradients:
         return tuple(
             sum(sizes[stage].step_bytes for stage in stages) + own for stages, own in zip(owned, staged, strict=True)
