@@ -50,6 +50,10 @@ class HostCopies:
         self._storages.add(made.untyped_storage()._cdata)
         return made
 
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Memory of the host, as `empty` makes it, with what a contiguous tensor has now."""
+        return self.empty(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
+
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is memory of the host that was made here."""
         return storage._cdata in self._storages

@@ -1,15 +1,17 @@
-"""`OffloadedMoments`: Adam's two moments of some tensors in host memory (`offload.optimizer`).
+"""`OffloadedMoments`: Adam's two moments of some tensors in host memory (`offload.optimizer`), and with them the fp32
+weights of those that rest there too (`offload.masters`).
 
-They lie one behind the other, and come to the device in pieces: while one is updated, the next is on its way there and
-the one before on its way back. The update is the device's own, on the same values, so its bits are the same.
+Moments lie one behind the other, and come to the device in pieces: while one is updated, the next is on its way there
+and the one before on its way back. The update is the device's own, on the same values, so its bits are the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ class Piece:
 
     lo: int
     hi: int
-    group: bool
+    group: object
     parts: tuple[Part, ...]
 
 
@@ -49,13 +51,16 @@ class OffloadedMoments:
         self,
         copies: HostCopies,
         shapes: Sequence[tuple[int, ...]],
-        groups: Sequence[bool],
+        groups: Sequence[object],
         *,
+        masters: Mapping[int, Tensor] = MappingProxyType({}),
         piece_elements: int | None = None,
     ):
         """`shapes` of the tensors; a piece has tensors of one group only, equal ones of which follow each other, and at
-        most `piece_elements`, by default `PIECE_ELEMENTS`."""
+        most `piece_elements`, by default `PIECE_ELEMENTS`. `masters` has the fp32 weights, [n], of tensors whose
+        weights come with the moments: of a group those of all or of none."""
         self._copies = copies
+        self._masters = masters
         lengths = [math.prod(shape) for shape in shapes]
         padded = [-(-length // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS for length in lengths]
         *begins, total = accumulate(padded, initial=0)
@@ -78,8 +83,8 @@ class OffloadedMoments:
             self._sent.synchronize()
 
     def brought(self) -> Iterator[tuple[Piece, Tensor]]:
-        """Every piece with its moments [2, n] on the device, which go back as the caller leaves them. In the end the
-        current stream comes after that."""
+        """Every piece with its moments, and its weights where they come too, [2 or 3, n] on the device, which go back
+        as the caller leaves them. In the end the current stream comes after that."""
         coming = self._bring(self.pieces[0])
         leaving: list[tuple[Tensor, Moment]] = []  # held until the current stream comes after their copies
         for number, piece in enumerate(self.pieces):
@@ -88,7 +93,7 @@ class OffloadedMoments:
                 coming = self._bring(self.pieces[number + 1])
             wait_for(moment, self._copies.device)
             yield piece, staged
-            self._sent = self._copies.send(list(zip(self._rows(piece), staged, strict=True)))
+            self._sent = self._copies.send(self._places(piece, staged))
             self._let_go(leaving)
             leaving.append((staged, self._sent))
             del staged
@@ -100,15 +105,21 @@ class OffloadedMoments:
         leaving.clear()
 
     def _bring(self, piece: Piece) -> tuple[Tensor, Moment]:
-        staged = torch.empty(2, piece.hi - piece.lo, device=self._copies.device)
-        return staged, self._copies.bring(list(zip(staged, self._rows(piece), strict=True)))
+        num_rows = len(self._host) + (piece.parts[0].tensor in self._masters)
+        staged = torch.empty(num_rows, piece.hi - piece.lo, device=self._copies.device)
+        return staged, self._copies.bring([(there, here) for here, there in self._places(piece, staged)])
 
-    def _rows(self, piece: Piece) -> list[Tensor]:
-        return [row[piece.lo : piece.hi] for row in self._host]
+    def _places(self, piece: Piece, staged: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Where a piece lies in host memory and on the device."""
+        places = [(row[piece.lo : piece.hi], each) for row, each in zip(self._host, staged, strict=False)]
+        for part in piece.parts if len(staged) > len(self._host) else ():
+            there = staged[-1, part.place : part.place + part.hi - part.lo]
+            places.append((self._masters[part.tensor][part.lo : part.hi], there))
+        return places
 
 
 def _pieces(
-    lengths: Sequence[int], begins: Sequence[int], groups: Sequence[bool], piece_elements: int
+    lengths: Sequence[int], begins: Sequence[int], groups: Sequence[object], piece_elements: int
 ) -> tuple[Piece, ...]:
     """All tensors in pieces of at most so many elements."""
     size = max(ALIGNED_ELEMENTS, piece_elements // ALIGNED_ELEMENTS * ALIGNED_ELEMENTS)

@@ -2,8 +2,8 @@
 
 The update itself is torch's fused AdamW in fp32, one pass over every tensor. It is elementwise, so it gives the same
 bits however a tensor is cut, but for the last elements of a tensor, fewer than a vector has, which it rounds otherwise:
-those of all tensors are put one behind the other and filled up to whole vectors. Moments that rest in host memory come
-to the device in pieces for it (`offloaded_moments`).
+those of all tensors are put one behind the other and filled up to whole vectors. What rests in host memory comes to the
+device in pieces for it (`offloaded_moments`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ Row = tuple[Tensor, Tensor, Tensor, Tensor]
 @dataclass(frozen=True)
 class Held:
     """A parameter of one stage as this rank holds it. `counts` is true on the one rank (per replica) whose
-    elements enter the norm."""
+    elements enter the norm. Where `tensor` rests in host memory an update leaves its values in `rounded` too, which is
+    on the device, laid out as the tensor."""
 
     parameter: Parameter
     slices: tuple[slice, ...]
     tensor: Tensor
     counts: bool
+    rounded: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -63,20 +65,28 @@ class ShardedAdamW:
         copies: HostCopies | None = None,
         offloaded: float = 0.0,
     ):
-        """With `copies` the moments of the first tensors rest in host memory, at least the share `offloaded` of all."""
+        """With `copies` the moments of the first tensors rest in host memory, at least the share `offloaded` of all,
+        and of those that rest there themselves."""
         self.held = tuple(held)
+        self._device = None if copies is None else copies.device
         self.learning_rate = learning_rate
         self._choice = choice
         self._updated = {id(one.tensor): _by_rows(one.tensor) for one in self.held}
         self._states: dict[int, dict[str, Tensor]] = {}
-        first = self.held[: num_offloaded([one.tensor.nbytes for one in self.held], offloaded)]
-        # in host memory, those with equal weight decay together, and by tensor their numbers there
-        self._away = sorted(first if copies is not None else (), key=lambda one: not one.parameter.decay)
+        number = num_offloaded([one.tensor.nbytes for one in self.held], offloaded)
+        first = [one for place, one in enumerate(self.held) if place < number or one.rounded is not None]
+        # in host memory, those that are updated alike together, and by tensor their numbers there
+        self._away = sorted(first if copies is not None else (), key=_group)
         self._numbers = {id(one.tensor): number for number, one in enumerate(self._away)}
         self._offloaded: OffloadedMoments | None = None
         if copies is not None and self._away:
             shapes = [tuple(self._updated[id(one.tensor)].shape) for one in self._away]
-            self._offloaded = OffloadedMoments(copies, shapes, [one.parameter.decay for one in self._away])
+            masters = {
+                number: self._updated[id(one.tensor)].view(-1)
+                for number, one in enumerate(self._away)
+                if one.rounded is not None
+            }
+            self._offloaded = OffloadedMoments(copies, shapes, list(map(_group, self._away)), masters=masters)
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], coefficient: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -109,18 +119,26 @@ class ShardedAdamW:
         scale: Tensor | None,
         skipped: Tensor | None,
     ) -> None:
-        """Piece by piece, each with the moments that have come for it."""
+        """Piece by piece, each with what has come for it."""
         gradient_of = {id(one.tensor): gradient for one, gradient in zip(self.held, laid_out, strict=True)}
-        for piece, moments in offloaded.brought():
-            rows = []
+        for piece, brought in offloaded.brought():
+            rows: list[tuple[Row, Tensor]] = []
+            rounded: list[Tensor] = []
             for part in piece.parts:
                 one = self._away[part.tensor]
                 updated, length = self._updated[id(one.tensor)], part.hi - part.lo
-                own = [each.view(-1)[part.lo : part.hi] for each in (updated, gradient_of[id(one.tensor)])]
-                first, second = moments[:, part.place : part.place + length]
+                first, second, *master = brought[:, part.place : part.place + length]
+                weights = master[0] if master else updated.view(-1)[part.lo : part.hi]
+                gradient = gradient_of[id(one.tensor)].view(-1)[part.lo : part.hi]
                 count = self._state(one)["step"]  # counted with the last of its parts
-                rows.append(((*own, first, second), count if part.hi == updated.numel() else count.clone()))
-            self._update(rows, piece.group, scale, skipped)
+                rows.append(
+                    ((weights, gradient, first, second), count if part.hi == updated.numel() else count.clone())
+                )
+                if one.rounded is not None:
+                    rounded.append(_by_rows(one.rounded).view(-1)[part.lo : part.hi])
+            self._update(rows, self._away[piece.parts[0].tensor].parameter.decay, scale, skipped)
+            if rounded:
+                torch._foreach_copy_(rounded, [weights for (weights, *_), _ in rows])
 
     def _update(
         self,
@@ -169,7 +187,7 @@ class ShardedAdamW:
                 first, second = torch.zeros_like(updated), torch.zeros_like(updated)
             else:
                 first, second = self._offloaded.moments(number)
-            state.update(step=torch.zeros((), device=updated.device), exp_avg=first, exp_avg_sq=second)
+            state.update(step=torch.zeros((), device=self._device or updated.device), exp_avg=first, exp_avg_sq=second)
         return state
 
     def moments(self, one: Held) -> tuple[Tensor, Tensor]:
@@ -180,10 +198,14 @@ class ShardedAdamW:
     def saved_state(self, one: Held) -> Mapping[str, Tensor]:
         """What the update of a held tensor goes on from, by torch's names: `step`, which counts updates, and both
         moments. Before the first step they are zero. They may be written to."""
-        if self._offloaded is not None:
-            self._offloaded.settle()
+        self.settle()
         turned = self._updated[id(one.tensor)] is not one.tensor
         return {name: value.mT if turned and value.dim() > 1 else value for name, value in self._state(one).items()}
+
+    def settle(self) -> None:
+        """The host waits until all that was updated is in its memory, where it rests there."""
+        if self._offloaded is not None:
+            self._offloaded.settle()
 
     @property
     def state_tensors(self) -> list[Tensor]:
@@ -196,6 +218,11 @@ class ShardedAdamW:
         return sum(2 * one.tensor.nbytes for one in self.held if id(one.tensor) not in self._numbers)
 
 
+def _group(one: Held) -> tuple[bool, bool]:
+    """Equal for what one call of the library updates: with weight decay first, weights on the device first."""
+    return not one.parameter.decay, one.rounded is not None
+
+
 def _by_rows(tensor: Tensor) -> Tensor:
     """A matrix whose columns lie one after the other as its transpose: what the fused kernel would copy is then
     updated where it lies."""
@@ -205,7 +232,9 @@ def _by_rows(tensor: Tensor) -> Tensor:
 
 def _laid_out_as(tensor: Tensor, gradient: Tensor) -> Tensor:
     """The gradient with the strides of what it belongs to, by which the fused kernel walks over both."""
-    return gradient if gradient.stride() == tensor.stride() else torch.empty_like(tensor).copy_(gradient)
+    if gradient.stride() == tensor.stride():
+        return gradient
+    return torch.empty_like(tensor, device=gradient.device).copy_(gradient)
 
 
 def _whole_vectors(tensor: Tensor) -> Tensor:

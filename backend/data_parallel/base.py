@@ -20,6 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ...core.model.parameters import Parameter
+from ..base.host_copies import HostCopies
 from ..gradients.gradients import ExpertCopies
 from ..gradients.not_finite import Found
 from ..transport.base import Group
@@ -82,6 +83,19 @@ class DataParallel(ABC):
 
     def settle(self) -> None:
         """Returns when what `share` brings is there, which may be later than `share` returns."""
+        return
+
+    def send_masters(self, copies: HostCopies, num_pieces: int) -> None:
+        """From now on the fp32 weights of the first so many pieces rest in host memory, and of those that lie in one
+        buffer with them; not those that layers compute with."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no fp32 weights besides those of layers")
+
+    def rounded(self, piece: Piece) -> Tensor | None:
+        """Where the update leaves the weights of a piece that rest in host memory, on the device; None for others."""
+        return None
+
+    def round_masters(self) -> None:
+        """Brings fp32 weights in host memory, after they have changed there, to where updates leave them."""
         return
 
     @abstractmethod

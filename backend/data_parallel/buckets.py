@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ...core.model.parameters import Parameter
 from ...core.program.buckets import Bucket, owned_interval
+from ..base.host_copies import HostCopies
 from ..gradients.parameter import Shard, canonical, canonical_slices
 from ..transport.base import Group
 
@@ -22,14 +23,15 @@ from ..transport.base import Group
 @dataclass(frozen=True)
 class OwnedPiece:
     """A box of a parameter that this rank keeps: its place in the full parameter, its master weights and the run of
-    the bucket's elements `[lo, hi)` of this rank's part that it is. `tensor` and gradients (`of`) have the
-    parameter's orientation."""
+    the bucket's elements `[lo, hi)` of this rank's part that it is. `tensor`, gradients (`of`), and `rounded`, which
+    master weights in host memory have on the device, have the parameter's orientation."""
 
     parameter: Parameter
     slices: tuple[slice, ...]
     tensor: Tensor
     run: tuple[int, int]
     shape: tuple[int, ...]
+    rounded: Tensor | None = None
 
     def of(self, part: Tensor) -> Tensor:
         """This box of what a rank's part of the bucket holds, [n]."""
@@ -42,7 +44,8 @@ class FlatBucket:
 
     `weights` are what layers compute with. `master`, fp32, is the part that is updated: a view of the weights where
     these are fp32. The fp32 weights of other elements are then given up. With `rests_in_parts` (ZeRO 3) so are the
-    weights themselves, but between `gather` and `free`.
+    weights themselves, but between `gather` and `free`. After `send_master` the master is in host memory, and this
+    rank's part of the weights on the device at all times: `rounded`.
     """
 
     def __init__(
@@ -73,10 +76,30 @@ class FlatBucket:
         masters = torch.cat([shard.storage.reshape(-1) for shard in self.shards])
         self.weights = torch.cat([shard.operand.reshape(-1) for shard in self.shards])
         self.master = masters[lo:hi].clone() if self.keeps_masters else self.weights[lo:hi]
+        self.device = self.weights.device
+        self._rounded: Tensor | None = None
         self._lend()
         self.give_up_masters()
         if self.rests_in_parts:
             self.free()
+
+    def send_master(self, copies: HostCopies) -> None:
+        """From now on the master rests in host memory, if layers compute with another format."""
+        if self.dtype == torch.float32:
+            return
+        lo, hi = self.own
+        self._rounded = self.master.to(self.dtype) if self.rests_in_parts else self.weights[lo:hi]
+        self.master = copies.copied(self.master)
+
+    def round_master(self) -> None:
+        """Brings a master in host memory to its part of the weights."""
+        if self._rounded is not None:
+            self._rounded.copy_(self.master)
+
+    @property
+    def updated(self) -> Tensor:
+        """What an update leaves on the device of this rank's part, and `share` reads."""
+        return self.master if self._rounded is None else self._rounded
 
     @property
     def keeps_masters(self) -> bool:
@@ -97,7 +120,7 @@ class FlatBucket:
         """Brings the fp32 weights of all copies together in `Shard.storage`, to be saved: one all-gather."""
         if not self.keeps_masters:
             return
-        parts = self.group.all_gather(self.master, [(hi - lo,) for lo, hi in self.owned])
+        parts = self.group.all_gather(self.master.to(self.device), [(hi - lo,) for lo, hi in self.owned])
         whole = torch.cat(
             [parts[member] for member in sorted(range(len(parts)), key=lambda member: self.owned[member])]
         )
@@ -115,7 +138,7 @@ class FlatBucket:
         of parts of one length."""
         if self.rests_in_parts:
             self.weights = (
-                torch.empty(len(self), dtype=self.dtype, device=self.master.device)
+                torch.empty(len(self), dtype=self.dtype, device=self.device)
                 if self.memory is None
                 else self.memory
             )
@@ -125,7 +148,7 @@ class FlatBucket:
     def free(self) -> None:
         """Lets go of what `gather` brings."""
         if self.rests_in_parts:
-            self.weights = self.master.new_empty(0, dtype=self.dtype)
+            self.weights = torch.empty(0, dtype=self.dtype, device=self.device)
             for shard in self.shards:
                 shard.operand.data = _nothing(self.dtype, shard.operand)
 
@@ -140,8 +163,12 @@ class FlatBucket:
                 shape = tuple(each.stop - each.start for each in box)
                 run = run_start - lo, run_start - lo + torch.Size(shape).numel()
                 run_start += torch.Size(shape).numel()
-                tensor = canonical(shard.parameter, self.master[slice(*run)].view(shape))
-                yield OwnedPiece(shard.parameter, canonical_slices(shard, box), tensor, run, shape)
+                tensor, rounded = (
+                    None if part is None else canonical(shard.parameter, part[slice(*run)].view(shape))
+                    for part in (self.master, self._rounded)
+                )
+                assert tensor is not None
+                yield OwnedPiece(shard.parameter, canonical_slices(shard, box), tensor, run, shape, rounded)
 
     def share(self) -> None:
         """Every copy gets the updated weights of all others, as `gather` does; those that rest in parts wait for it."""
@@ -156,8 +183,8 @@ class FlatBucket:
 
     def _bring(self) -> None:
         lo, hi = self.own
-        if self.keeps_masters:
-            self.weights[lo:hi] = self.master
+        if self.rests_in_parts or (self.keeps_masters and self._rounded is None):
+            self.weights[lo:hi] = self.updated
         if self.group.size == 1:
             return
         longest = max(last - first for first, last in self.owned)

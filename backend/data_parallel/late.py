@@ -30,7 +30,7 @@ class LateGather:
         """Begins to bring buckets together: those that are needed first, first."""
         self.finish()
         for each in sorted(buckets, key=lambda bucket: min(map(_place, bucket.parts))):
-            self._under_way.append((each.parts, self._lane.start(_shared(each), each.master)))
+            self._under_way.append((each.parts, self._lane.start(_shared(each), each.updated)))
 
     def _comes_to(self, part: str) -> None:
         self.wait_for(part)

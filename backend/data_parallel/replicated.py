@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ...core.model.parameters import TOKEN_TABLE
 from ...core.plan.plan import Plan
 from ...core.program.buckets import Bucket, are_bucketed, gradient_buckets
+from ..base.host_copies import HostCopies
 from ..gradients.gradients import ExpertCopies, Gradients
-from ..gradients.parameter import Shard
+from ..gradients.parameter import Shard, canonical
 from ..transport.base import Group
-from .base import DataParallel, SamplesOf
+from .base import DataParallel, Piece, SamplesOf
 
 
 @dataclass(frozen=True)
 class ReplicatedStage(DataParallel):
-    """The trained shards of a stage, and the sums of their gradients, over `copies` of the stage."""
+    """The trained shards of a stage, and the sums of their gradients, over `copies` of the stage. The storage of those
+    that are `away` is in host memory."""
 
     shards: Mapping[str, Shard]
     gradients: Gradients
     copies: Group
+    away: dict[str, Shard] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -50,8 +54,34 @@ class ReplicatedStage(DataParallel):
         pass
 
     def share(self) -> None:
-        for shard in self.shards.values():
+        for name, shard in self.shards.items():
+            if name not in self.away:
+                shard.refresh()
+
+    def send_masters(self, copies: HostCopies, num_pieces: int) -> None:
+        for name, shard in list(self.shards.items())[:num_pieces]:
+            if shard.operand is not shard.storage:
+                shard.storage.data = copies.copied(shard.storage)
+                self.away[name] = shard
+
+    def rounded(self, piece: Piece) -> Tensor | None:
+        shard = self.away.get(piece.parameter.name)
+        return None if shard is None else canonical(shard.parameter, shard.operand)
+
+    def round_masters(self) -> None:
+        for shard in self.away.values():
             shard.refresh()
+
+    @contextmanager
+    def whole_masters(self) -> Iterator[None]:
+        resting = {name: shard.storage.data for name, shard in self.away.items()}
+        for shard in self.away.values():
+            shard.storage.data = shard.storage.to(shard.operand.device)
+        try:
+            yield
+        finally:
+            for name, shard in self.away.items():
+                shard.storage.data = resting[name]
 
 
 def trained_buckets(plan: Plan, stage: int, trained: Container[str]) -> list[tuple[Bucket, list[str]]]:

@@ -12,6 +12,7 @@ from ...core.model.parameters import Parameter
 from ...core.plan.plan import Plan
 from ...core.program.buckets import Bucket, gradient_buckets, sums_are_sharded, waits_for_parts
 from ...core.program.tensors import sequences_are_cut
+from ..base.host_copies import HostCopies
 from ..gradients.gradients import ExpertCopies, Gradients
 from ..gradients.not_finite import Found
 from ..gradients.parameter import Shard
@@ -21,7 +22,7 @@ from ..numerics.copies import Copies
 from ..numerics.fast import FastNumerics
 from ..transport.base import Group
 from ..transport.overlap import CommunicationLane
-from .base import DataParallel, SamplesOf
+from .base import DataParallel, Piece, SamplesOf
 from .buckets import FlatBucket, OwnedPiece
 from .copies import StageCopies
 from .late import LateGather
@@ -54,9 +55,7 @@ class ShardedStage(DataParallel):
         self.weights = [each for each in flat if each not in tables[1:]]
         for each in self.weights:
             each.flatten()
-        self._owned: list[tuple[FlatBucket, OwnedPiece]] = [
-            (each, piece) for each in self.weights for piece in each.pieces()
-        ]
+        self._owned = self._own()
         self._sums = sums
         self._late = late
         self.part_sums = self._part_sums(plan, sums, numerics, lane) if sums_are_sharded(plan) else None
@@ -65,6 +64,25 @@ class ShardedStage(DataParallel):
     @property
     def pieces(self) -> Sequence[OwnedPiece]:
         return [piece for _, piece in self._owned]
+
+    def _own(self) -> list[tuple[FlatBucket, OwnedPiece]]:
+        return [(each, piece) for each in self.weights for piece in each.pieces()]
+
+    def send_masters(self, copies: HostCopies, num_pieces: int) -> None:
+        """Of whole buckets."""
+        first = [each for each, _ in self._owned[:num_pieces]]
+        for each in self.weights:
+            if each in first:
+                each.send_master(copies)
+        self._owned = self._own()
+
+    def rounded(self, piece: Piece) -> Tensor | None:
+        assert isinstance(piece, OwnedPiece)
+        return piece.rounded
+
+    def round_masters(self) -> None:
+        for each in self.weights:
+            each.round_master()
 
     def _part_sums(self, plan: Plan, sums: Gradients, numerics: Numerics, lane: CommunicationLane | None) -> PartSums:
         assert isinstance(numerics, FastNumerics)

@@ -116,6 +116,7 @@ class Observation:
     def _state(self, optimizer: ShardedAdamW, *, with_moments: bool) -> None:
         """The moments, and the weights: those that layers compute with where they rest in fp32 and are there; else
         those that this rank keeps."""
+        optimizer.settle()
         for one in optimizer.held if with_moments else ():
             self._observer.optimizer_state(one.name, one.slices, *optimizer.moments(one))
         whole = [shard for stage in self._stages.values() for shard in stage.trained.values()]

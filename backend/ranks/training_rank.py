@@ -25,6 +25,7 @@ from ...core.schedule.timeline import Span
 from ..base.host_copies import HostCopies
 from ..base.loss_scale import LossScale
 from ..base.observe import Observer
+from ..base.offloaded_moments import num_offloaded
 from ..base.optimizer import Held, ShardedAdamW, clip_coefficient
 from ..base.shown_later import ShownLater
 from ..base.step_result import StepResult
@@ -126,6 +127,8 @@ class TrainingRank:
         own_lane = tuple(self.stages) if late and own_parts else ()
         self._observation = None if observer is None else Observation(observer, plan, self.stages, own_lane)
         self.data_parallel = {stage: self._data_parallel(stage) for stage in self.stages}
+        if self.copies is not None and plan.offload.masters:
+            self._send_masters(self.copies, plan.offload.optimizer)
         self.optimizer = ShardedAdamW(
             self._held(),
             plan.optimizer,
@@ -321,6 +324,12 @@ class TrainingRank:
     def refresh(self) -> None:
         """Brings the weights, after they have changed, into what layers compute with; with ZeRO, those
         of all copies together."""
+        for each in self.data_parallel.values():
+            each.round_masters()
+        self._share()
+
+    def _share(self) -> None:
+        """`refresh`, of weights that the optimizer has rounded where they rest in host memory."""
         if self._observation is not None:
             self._observation.coming()
         for each in self.data_parallel.values():
@@ -338,8 +347,9 @@ class TrainingRank:
 
     @contextmanager
     def whole_masters(self) -> Iterator[None]:
-        """Inside, `saved_shards` have their fp32 weights, which ZeRO spreads over the copies of a stage.
+        """Inside, `saved_shards` have their fp32 weights on the device, which ZeRO spreads over the copies of a stage.
         All ranks come together."""
+        self.optimizer.settle()
         with ExitStack() as stack:
             for each in self.data_parallel.values():
                 stack.enter_context(each.whole_masters())
@@ -347,9 +357,18 @@ class TrainingRank:
 
     @property
     def _weights(self) -> list[Tensor]:
-        """The fp32 weights, the copies that layers compute with, and the parts of both that ZeRO leaves this rank."""
+        """The fp32 weights, the copies that layers compute with, and the parts of both that ZeRO leaves this rank;
+        those on the device."""
         whole = [tensor for shard in self.shards for tensor in (shard.storage, shard.operand)]
-        return whole + [one.tensor for one in self.optimizer.held]
+        parts = [part for one in self.optimizer.held for part in (one.tensor, one.rounded) if part is not None]
+        return [each for each in whole + parts if self.copies is None or not self.copies.owns(each.untyped_storage())]
+
+    def _send_masters(self, copies: HostCopies, share: float) -> None:
+        """The fp32 weights of the first parameters, at least that share of the rank's, rest in host memory."""
+        left = num_offloaded([one.tensor.nbytes for one in self._held()], share)
+        for each in self.data_parallel.values():
+            each.send_masters(copies, min(left, len(each.pieces)))
+            left -= min(left, len(each.pieces))
 
     def _lasting_bytes(self) -> int:
         gathered = sum(own.gathered_bytes for own in self.data_parallel.values())
@@ -371,6 +390,7 @@ class TrainingRank:
                     if self.plan.layout.zero
                     else placement.replica_of(stage, here["pp"]) == 0
                 ),
+                rounded=own.rounded(each),
             )
             for stage, own in self.data_parallel.items()
             for each in own.pieces
@@ -442,7 +462,7 @@ class TrainingRank:
         updated = observed is not None and math.isfinite(numbers[1])
         if observed is not None:
             observed.changed(step, self.optimizer, updated=updated)
-        self.refresh()
+        self._share()
         rate = torch.full_like(norm, self.plan.train.expert_bias_rate, dtype=torch.float32).masked_fill(skip, 0.0)
         for router in self._routers:
             router.update_bias(rate)

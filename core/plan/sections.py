@@ -300,7 +300,16 @@ class Offload(Bounded, section="offload"):
         maximum=1,
         more=(
             "Whole parameters, at least as much as the share says. Each step brings them to the device in pieces, "
-            "updates them there and copies them back. fp32 weights stay on the device."
+            "updates them there and copies them back."
+        ),
+        read_by="backend.ranks.training_rank",
+    )
+    masters: bool = option(
+        "fp32 weights of those parameters rest in host memory too",
+        default=False,
+        more=(
+            "Where layers compute in 16 bits: the fp32 weights come and go with the moments, and the device keeps what "
+            "layers compute with. ZeRO sends those of whole buckets."
         ),
         read_by="backend.ranks.training_rank",
     )

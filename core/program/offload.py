@@ -1,10 +1,10 @@
-"""What `offload.optimizer` moves: constants that the backend performs and the simulator prices."""
+"""What `offload.optimizer` and `offload.masters` move: constants that the backend performs and the simulator prices."""
 
 from __future__ import annotations
 
 PIECE_ELEMENTS = 2**22
 """Of each moment in a piece that comes to the device: 32 MiB of both, long enough for a link between host and device to
-reach its rate."""
+reach its rate; and of the fp32 weights that come with them."""
 
 NUM_PIECES = 3
 """Of them on the device at once: one comes, one is updated, one leaves."""
@@ -12,9 +12,15 @@ NUM_PIECES = 3
 MOMENT_BYTES = 8
 """Two fp32 moments of an element."""
 
-PIECE_BYTES = PIECE_ELEMENTS * MOMENT_BYTES
+MASTER_BYTES = 4
+"""An fp32 copy of a weight of 16 bits."""
 
 
-def staged_bytes(offloaded_bytes: int) -> int:
-    """The most of so many bytes of moments in host memory that an update has on the device."""
-    return min(offloaded_bytes, NUM_PIECES * PIECE_BYTES)
+def piece_bytes(*, masters: bool) -> int:
+    """Bytes of a whole piece, of moments or with `masters` of fp32 weights too."""
+    return PIECE_ELEMENTS * (MOMENT_BYTES + MASTER_BYTES * masters)
+
+
+def staged_bytes(offloaded_bytes: int, *, masters: bool) -> int:
+    """The most of so many bytes in host memory that an update has on the device."""
+    return min(offloaded_bytes, NUM_PIECES * piece_bytes(masters=masters))

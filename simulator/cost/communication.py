@@ -41,8 +41,8 @@ MOST_SHARED = 4096
 
 @lru_cache(maxsize=16)
 def _prices_of(*_family: object) -> dict[tuple[object, ...], Any]:
-    """The prices that plans share of one model, cluster, stack, sharding, precision and numerics, which exchange keys
-    and values in one way; empty at first."""
+    """The prices that plans share of one model, cluster, stack, sharding, precision, numerics, [runtime] and [train];
+    empty at first. Whole sections are in it, so that a new key of one is too."""
     return {}
 
 
@@ -106,8 +106,8 @@ class CommunicationPricing:
                 plan.data_parallel.shard,
                 plan.precision,
                 plan.numerics,
-                plan.runtime.context_parallel,
-                plan.train.packed,
+                plan.runtime,
+                plan.train,
             )
             if len(shared) > MOST_SHARED:
                 shared.clear()

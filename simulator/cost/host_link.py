@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.machine.cluster import ClusterSpec
-from ...core.program.offload import PIECE_BYTES
 
 Parts = Sequence[tuple[float, float]]
 """Of the parts of a stage in forward order: seconds of the pass, and seconds of a copy of what is in host memory."""
@@ -49,11 +48,12 @@ def backward_wait_s(parts: Parts) -> float:
     return now_s - sum(work_s for work_s, _ in parts)
 
 
-def update_wait_s(cluster: ClusterSpec, num_bytes: float, update_s: float) -> float:
-    """Seconds that an update of `update_s` waits for `num_bytes` of moments, which come and go piece by piece: all of
-    them pass the link, and the last one leaves alone; or the update is slower, and the first comes alone too."""
+def update_wait_s(cluster: ClusterSpec, num_bytes: float, update_s: float, piece_bytes: int) -> float:
+    """Seconds that an update of `update_s` waits for `num_bytes` of moments and fp32 weights, which come and go in
+    pieces of `piece_bytes`: all of them pass the link, and the last one leaves alone; or the update is slower, and the
+    first comes alone too."""
     copy_s = num_bytes / cluster.host_link_bytes_per_s
     if not copies_under_work(cluster):
         return 2 * copy_s
-    piece_s = min(num_bytes, PIECE_BYTES) / cluster.host_link_bytes_per_s
+    piece_s = min(num_bytes, piece_bytes) / cluster.host_link_bytes_per_s
     return max(copy_s + piece_s, update_s + 2 * piece_s) - update_s if num_bytes else 0.0

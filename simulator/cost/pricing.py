@@ -25,6 +25,7 @@ from ...core.program import (
     rank_stages,
     reduce_microbatch,
 )
+from ...core.program.offload import piece_bytes
 from ...core.schedule.action import Kind
 from ..compute.compute import elementwise_s, host_s, slowed_s, traffic_s
 from ..engine.attribution import Sort, Sorts
@@ -416,8 +417,9 @@ class Pricing(CommunicationPricing):
                 communicated += self._reduction(Place(stage, place.pp_rank))
         waited_s = self._waited_s(stages) + self._skew_s(stages)
         if plan.offload.optimizer:
-            away = sum(stage_sizes(plan)[stage].offloaded_moment_bytes for stage in stages)
-            waited_s += update_wait_s(plan.cluster, away, optimizer_s * plan.offload.optimizer)
+            away = sum(stage_sizes(plan)[stage].offloaded_optimizer_bytes for stage in stages)
+            piece = piece_bytes(masters=plan.offload.masters)
+            waited_s += update_wait_s(plan.cluster, away, optimizer_s * plan.offload.optimizer, piece)
         return update + communicated + Seconds(other=waited_s)
 
     def _skew_s(self, stages: tuple[int, ...]) -> float:

@@ -17,7 +17,7 @@ from .own_zero import backward_bytes, gathering_bytes
 from .static import (
     gathered_bytes,
     gradients_bytes,
-    offloaded_moment_bytes,
+    offloaded_optimizer_bytes,
     optimizer_bytes,
     step_bytes,
     weights_bytes,
@@ -40,7 +40,7 @@ class StageSizes:
     reduce_bytes: int = 0
     gathering_bytes: int = 0
     offloaded_bytes: int = 0
-    offloaded_moment_bytes: int = 0
+    offloaded_optimizer_bytes: int = 0
 
 
 def stage_activation_bytes(plan: Plan) -> list[int]:
@@ -67,7 +67,7 @@ class _SamePlan:
     """A plan as a key: equal to those that differ in the order of their schedule only."""
 
     def __init__(self, plan: Plan):
-        others = (getattr(plan, entry.name) for entry in fields(plan) if entry.name not in ("schedule", "train"))
+        others = (getattr(plan, entry.name) for entry in fields(plan) if entry.name != "schedule")
         self.plan, self.key = plan, (*others, plan.schedule.max_active_stages, plan.placement.ranks)
 
     def __hash__(self) -> int:
@@ -104,7 +104,8 @@ def part_tapes(plan: Plan) -> Parts:
     layout = plan.layout
     cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp, layout.sequence_parallel)
     profile = profile_of(plan).memory
-    return _tapes_of(profile, plan.model, cut, plan.batch, plan.precision, plan.recompute, plan.numerics)
+    how = (plan.precision, plan.recompute, plan.numerics, plan.runtime, plan.train)
+    return _tapes_of(profile, plan.model, cut, plan.batch, *how)
 
 
 @lru_cache(maxsize=256)
@@ -142,7 +143,7 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: Parts) -> St
         gathered_bytes=gathered_bytes(plan, stage),
         gathering_bytes=gathering_bytes(plan, stage) if profile.separate_gradients else 0,
         offloaded_bytes=offloaded,
-        offloaded_moment_bytes=offloaded_moment_bytes(plan, profile, stage),
+        offloaded_optimizer_bytes=offloaded_optimizer_bytes(plan, profile, stage),
         reduce_bytes=own_reduce_bytes(plan, stage, gradients_bytes(plan, profile, stage))
         if profile.separate_gradients
         else 0,
@@ -153,7 +154,8 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: Parts) -> St
 def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """What the optimizer step of every rank, which holds the stages `owned`, holds besides all else."""
     sizes = stage_sizes(plan)
-    staged = [staged_bytes(sum(sizes[stage].offloaded_moment_bytes for stage in stages)) for stages in owned]
+    away = (sum(sizes[stage].offloaded_optimizer_bytes for stage in stages) for stages in owned)
+    staged = [staged_bytes(num_bytes, masters=plan.offload.masters) for num_bytes in away]
     if not profile_of(plan).memory.separate_gradients:
         return tuple(
             sum(sizes[stage].step_bytes for stage in stages) + own for stages, own in zip(owned, staged, strict=True)

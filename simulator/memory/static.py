@@ -16,12 +16,9 @@ from ...core.model.roles import Role
 from ...core.plan.plan import Plan
 from ...core.program import Group, Held, held_elements, held_gradients, num_shards, stage_groups, weight_bytes
 from ...core.program.buckets import sums_are_sharded
-from ...core.program.offload import MOMENT_BYTES
+from ...core.program.offload import MASTER_BYTES, MOMENT_BYTES
 from ..stack.memory_profile import MemoryProfile
 from .tensors import LayerTensors, rotary_table_bytes
-
-MASTER_BYTES = 4
-"""An fp32 copy of the weights, where weights are 16 bits."""
 
 TOKEN_BYTES = 8
 """An id of a token: int64."""
@@ -39,8 +36,11 @@ def weights_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
     width = MASTER_BYTES if profile.fp32_weights else weight_bytes(plan.precision.dtype)
     # its part rests in fp32 only
     if profile.separate_gradients and plan.layout.zero == 3 and plan.precision.dtype != "fp32":
-        whole = zip(padded_elements(plan, profile, stage), num_shards(plan, stage), strict=True)
-        return width * sum(count for count, parts in whole if parts == 1)
+        held, shards = padded_elements(plan, profile, stage), num_shards(plan, stage)
+        whole = width * sum(count for count, parts in zip(held, shards, strict=True) if parts == 1)
+        # but in 16 bits where its fp32 weights are in host memory
+        parts = sum(-(-count // parts) for count, parts in zip(held, shards, strict=True) if parts > 1)
+        return whole + int(width * parts * plan.offload.optimizer * plan.offload.masters)
     return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), width, cut=plan.layout.zero == 3)
 
 
@@ -56,20 +56,24 @@ def gradients_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
 
 def optimizer_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
     """Adam's moments and the fp32 master weights of a stage, cut with ZeRO, without what rests in host memory."""
-    master = 0 if plan.precision.dtype == "fp32" or profile.fp32_weights else MASTER_BYTES
-    whole = _cut(
-        padded_elements(plan, profile, stage), num_shards(plan, stage), MOMENT_BYTES + master, cut=plan.layout.zero >= 1
-    )
-    return whole - offloaded_moment_bytes(plan, profile, stage)
+    whole = _updated_bytes(plan, profile, stage, MOMENT_BYTES + _master_bytes(plan, profile))
+    return whole - offloaded_optimizer_bytes(plan, profile, stage)
 
 
-def offloaded_moment_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
-    """Those of Adam's moments of a stage that rest in host memory. Modelled: exactly the share that is asked for; ours
-    are whole parameters, as many of a rank's as are at least that."""
-    moments = _cut(
-        padded_elements(plan, profile, stage), num_shards(plan, stage), MOMENT_BYTES, cut=plan.layout.zero >= 1
-    )
-    return int(moments * plan.offload.optimizer)
+def offloaded_optimizer_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+    """Those of Adam's moments of a stage that rest in host memory, and the fp32 master weights with them. Modelled:
+    exactly the share that is asked for; ours are whole parameters, as many of a rank's as are at least that."""
+    width = MOMENT_BYTES + _master_bytes(plan, profile) * plan.offload.masters
+    return int(_updated_bytes(plan, profile, stage, width) * plan.offload.optimizer)
+
+
+def _master_bytes(plan: Plan, profile: MemoryProfile) -> int:
+    return 0 if plan.precision.dtype == "fp32" or profile.fp32_weights else MASTER_BYTES
+
+
+def _updated_bytes(plan: Plan, profile: MemoryProfile, stage: int, width: int) -> int:
+    """So many bytes of every element that a rank updates."""
+    return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), width, cut=plan.layout.zero >= 1)
 
 
 def step_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:

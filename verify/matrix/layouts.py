@@ -90,8 +90,9 @@ OFFLOAD: Mapping[str, Offload] = {
     "nothing": Offload(),
     "a layer and half": Offload(activations=1, optimizer=0.5),
     "all": Offload(activations=NUM_LAYERS, optimizer=1.0),
+    "half, with weights": Offload(optimizer=0.5, masters=True),
 }
-"""What rests in host memory: of layers' saved tensors and of the optimizer's moments."""
+"""What rests in host memory: of layers' saved tensors, of the optimizer's moments, and of its fp32 weights."""
 
 CUT_BY_TOKENS = ("batch", "numerics")
 """The sections of a plan that say how many tokens there are, and in what blocks."""
@@ -277,7 +278,7 @@ def _plan_of(values: tuple[str | int, ...]) -> Plan | Refusal:
         "schedule": ScheduleChoice(schedule, max_active_stages=1 + (schedule in PAIRED) if row["zero"] == 3 else None),
         "data_parallel": data_parallel_of(row),
         "recompute": recompute_of(PROBLEMS[str(row["problem"])], str(row["recompute"])),
-        "offload": OFFLOAD[str(row["offload"])],
+        "offload": offload_of(PROBLEMS[str(row["problem"])], str(row["offload"])),
         "runtime": Runtime(
             tp_comm_overlap=True if row["overlap"] == "tp" else None,
             ep_comm_overlap=True if row["ep_comm_overlap"] == "yes" and schedule in PAIRED else None,
@@ -327,6 +328,12 @@ def recompute_of(problem: Problem, name: str) -> Recompute:
     lacks |= {"mla_up_proj"} if problem.attention != "mla" else set()
     lacks |= {"shared_experts"} if "num_shared_experts" not in problem.model else set()
     return replace(chosen, modules=tuple(module for module in chosen.modules if module not in lacks))
+
+
+def offload_of(problem: Problem, name: str) -> Offload:
+    """One of `OFFLOAD`, with fp32 weights where layers compute with others."""
+    chosen = OFFLOAD[name]
+    return replace(chosen, masters=chosen.masters and problem.dtype != "fp32")
 
 
 def _first_plan(

@@ -70,7 +70,7 @@ def trains_before_the_gather(forgotten: Sequence[str], patches: Patches) -> None
             needed = [each for each in held.get(id(late), []) if part in each.parts or part == LAST]
             for each in needed:
                 held[id(late)].remove(each)
-                late._under_way.append((each.parts, late._lane.start(_shared(each), each.master)))
+                late._under_way.append((each.parts, late._lane.start(_shared(each), each.updated)))
             wait_for(late, part)
 
         return wait

@@ -190,6 +190,14 @@ CHANGES = (
         "tp2-offload",
     ),
     Change(
+        "weights are updated before they have come",
+        offloaded_moments,
+        "wait_for",
+        _nothing,
+        "read-before-written",
+        "dp2-masters",
+    ),
+    Change(
         "a buffer of the host is used again while it is copied back",
         offload,
         "_fetch",
@@ -237,6 +245,9 @@ PLANS = {
     "tp2-offload": TOP.format(model="num_layers = 4", ranks=2, layout="tp = 2", data="").replace(
         "[train]", "[offload]\nactivations = 3\noptimizer = 1.0\n[train]"
     ),
+    "dp2-masters": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data="")
+    .replace('"fp32"', '"bf16"')
+    .replace("[train]", "[offload]\noptimizer = 1.0\nmasters = true\n[train]"),
     "pairs-offload": TOP.format(model="num_layers = 8", ranks=4, layout="tp = 2\npp = 2\nvpp = 2", data="")
     .replace("global = 4", "global = 8")
     .replace(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...base.errors import did_you_mean
 from ...layout.layout import Layout
 from ...model.model import ModelSpec
-from ..sections import RECOMPUTE_MODULES, Offload, Recompute
+from ..sections import RECOMPUTE_MODULES, Offload, Precision, Recompute
 
 
 def recompute_is_chosen_once(recompute: Recompute) -> Iterator[str]:
@@ -83,4 +83,18 @@ def offloaded_layers_exist(offload: Offload, model: ModelSpec) -> Iterator[str]:
         yield (
             f"activations={offload.activations} layers of each stage keep what their backward needs in host memory, "
             f"but model {model.name} has {model.num_layers}. Use at most {model.num_layers}."
+        )
+
+
+def offloaded_masters_exist(offload: Offload, precision: Precision) -> Iterator[str]:
+    """fp32 weights that go to host memory are those of offloaded moments, and others than layers compute with."""
+    if offload.masters and not offload.optimizer:
+        yield (
+            "masters=true keeps the fp32 weights of those parameters in host memory whose moments are there, but "
+            "optimizer=0 keeps all moments on the device. Set offload.optimizer=1.0, or leave masters out."
+        )
+    if offload.masters and precision.dtype == "fp32":
+        yield (
+            "masters=true keeps fp32 weights in host memory, but with precision.dtype=fp32 layers compute with them. "
+            "Use dtype=bf16, or leave masters out."
         )

@@ -40,6 +40,7 @@ from .modules import (
 from .recompute import (
     distributed_inputs_are_whole,
     offloaded_layers_exist,
+    offloaded_masters_exist,
     recompute_is_chosen_once,
     recomputed_layers_exist,
     recomputed_modules_exist,
@@ -303,6 +304,12 @@ RULES: tuple[Rule, ...] = (
         ("offload.activations", "model.num_layers"),
         "the model has the layers that each stage offloads",
         offloaded_layers_exist,
+    ),
+    Rule(
+        "offloaded-masters-exist",
+        ("offload.masters", "offload.optimizer", "precision.dtype"),
+        "fp32 weights go to host memory with their moments, and where layers compute with others",
+        offloaded_masters_exist,
     ),
     Rule(
         "shards-divide",

@@ -86,9 +86,18 @@ def test_the_gradients_of_autograd_are_those_of_tensors_that_stayed():
     assert copies.sent_bytes and all(map(torch.equal, moved, gradients(None)))
 
 
-def adamw(tensors: Sequence[Tensor], decays: Sequence[bool], share: float) -> ShardedAdamW:
+def adamw(
+    tensors: Sequence[Tensor], decays: Sequence[bool], share: float, rounded: Sequence[Tensor] = ()
+) -> ShardedAdamW:
+    """Of the first tensors the weights rest in host memory too, and are left in `rounded` as updates go."""
     held = [
-        Held(Parameter(f"p{number}", tuple(each.shape), decay=decay), tuple(map(slice, each.shape)), each, counts=True)
+        Held(
+            Parameter(f"p{number}", tuple(each.shape), decay=decay),
+            tuple(map(slice, each.shape)),
+            each,
+            counts=True,
+            rounded=rounded[number] if number < len(rounded) else None,
+        )
         for number, (each, decay) in enumerate(zip(tensors, decays, strict=True))
     ]
     return ShardedAdamW(held, Optimizer(), 1e-2, copies=HostCopies(CPU) if share else None, offloaded=share)
@@ -99,9 +108,9 @@ SHAPES = st.lists(
 )
 
 
-@given(SHAPES, st.sampled_from([0.3, 0.5, 1.0]), st.sampled_from([64, 128, 512]))
+@given(SHAPES, st.sampled_from([0.3, 0.5, 1.0]), st.sampled_from([64, 128, 512]), st.integers(0, 5))
 @settings(max_examples=40)
-def test_an_update_with_moments_in_host_memory_has_the_bits_of_any_other(shapes, share, piece):
+def test_an_update_of_what_is_in_host_memory_has_the_bits_of_any_other(shapes, share, piece, num_masters):
     generator = torch.Generator().manual_seed(7)
     weights = [torch.randn(shape, generator=generator) for shape, _ in shapes]
     given_gradients = [[torch.randn(shape, generator=generator) for shape, _ in shapes] for _ in range(3)]
@@ -110,11 +119,13 @@ def test_an_update_with_moments_in_host_memory_has_the_bits_of_any_other(shapes,
     try:
         for offloaded in (0.0, share):
             tensors = [each.clone() for each in weights]
-            optimizer = adamw(tensors, [decay for _, decay in shapes], offloaded)
+            rounded = [each.bfloat16() for each in tensors[:num_masters] if offloaded]
+            optimizer = adamw(tensors, [decay for _, decay in shapes], offloaded, rounded)
             for gradients in given_gradients:
                 optimizer.step([each.clone() for each in gradients], torch.tensor(0.5, dtype=torch.float64))
             states = [optimizer.saved_state(one) for one in optimizer.held]
             ended.append([*tensors, *(state[name] for state in states for name in sorted(state))])
+            assert all(torch.equal(low, each.bfloat16()) for low, each in zip(rounded, tensors, strict=False))
     finally:
         offloaded_moments.PIECE_ELEMENTS = before
     assert all(map(torch.equal, *ended))

@@ -3,7 +3,7 @@ differs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -37,7 +37,8 @@ def job(transport, plan: Plan) -> Seen:
     rank = TrainingRank(transport, plan)
     rank.step(0)  # tables that last are made in the first step
     assert rank.copies is not None
-    away = sum(2 * one.tensor.nbytes for one in rank.optimizer.held) - rank.optimizer.state_bytes
+    masters = sum(one.tensor.nbytes for one in rank.optimizer.held if one.rounded is not None)
+    away = sum(2 * one.tensor.nbytes for one in rank.optimizer.held) - rank.optimizer.state_bytes + masters
     sent, brought = rank.copies.sent_bytes, rank.copies.brought_bytes
     meter, live = rank.meter(), rank.live_meter()
     rank.step(1, meter=meter)
@@ -46,7 +47,9 @@ def job(transport, plan: Plan) -> Seen:
     return Seen(sent - away, brought - away, lasting, live.peak_bytes, rank.optimizer.state_bytes)
 
 
-def run_plan(layout: Layout, schedule: str = "1F1B", *, offload: Offload, mode: str = "exact", **others: Any) -> Plan:
+def run_plan(
+    layout: Layout, schedule: str = "1F1B", *, offload: Offload, mode: str = "exact", dtype: str = "fp32", **others: Any
+) -> Plan:
     """A small Llama, whose memory is predicted to the byte without offload too (`test_memory_own_runs`)."""
     sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "head_dim": 16, "vocab_size": 512, "max_positions": 64}
     return Plan(
@@ -54,7 +57,7 @@ def run_plan(layout: Layout, schedule: str = "1F1B", *, offload: Offload, mode: 
         cluster=cluster_preset("this-host", layout.world_size),
         layout=layout,
         batch=Batch(4, 1, 64),
-        precision=Precision("fp32"),
+        precision=Precision(dtype),
         numerics=Numerics(mode),
         schedule=ScheduleChoice(schedule),
         offload=offload,
@@ -62,16 +65,21 @@ def run_plan(layout: Layout, schedule: str = "1F1B", *, offload: Offload, mode: 
     )
 
 
+MASTERS = Offload(1, 1.0, masters=True)
+ZERO_3 = run_plan(Layout(dp=2, zero=3), offload=MASTERS, dtype="bf16")
 RUNS = {
     # exact sums of an interleaved first rank are predicted a layer's gradients too high, with offload and without
     "vpp2": run_plan(Layout(pp=2, vpp=2), "Interleaved1F1B", offload=Offload(1, 1.0), mode="fast"),
+    "weights too, pp2": run_plan(Layout(pp=2), offload=MASTERS, dtype="bf16"),
+    "weights too, zero1": run_plan(Layout(dp=2, zero=1), offload=MASTERS, dtype="bf16"),
+    "weights too, zero3": replace(ZERO_3, schedule=ScheduleChoice("1F1B", max_active_stages=1)),
     "one device, all": run_plan(Layout(), offload=Offload(4, 1.0)),
     "tp2 pp2, some": run_plan(Layout(tp=2, pp=2), offload=Offload(1), mode="fast"),
     "inputs of recomputed layers": run_plan(Layout(pp=2), offload=Offload(2), recompute=Recompute("full")),
 }
 
 
-@sampled("name", RUNS, on_push=1)
+@sampled("name", RUNS, on_push=2)
 def test_what_moves_and_what_stays_is_what_is_predicted(name, workers):
     plan = RUNS[name]
     simulation, sizes = simulate(plan), stage_sizes(plan)
@@ -82,7 +90,8 @@ def test_what_moves_and_what_stays_is_what_is_predicted(name, workers):
         assert seen[rank].sent == seen[rank].brought == moved > 0
         assert seen[rank].moments == memory.optimizer_bytes
         assert seen[rank].lasting == pytest.approx(memory.lasting_bytes, abs=512)  # masks of one byte a token
-        assert seen[rank].live == pytest.approx(memory.peak_bytes, rel=0.05)
+        if plan.layout.dp == 1:  # a rank that is a thread sees what others hand over as its own
+            assert seen[rank].live == pytest.approx(memory.peak_bytes, rel=0.05)
 
 
 PROVED = {
@@ -94,6 +103,11 @@ PROVED = {
         offload=Offload(2, 1.0),
     ),
     "tied tp2 cp2 zero1": plan(tp=2, cp=2, zero=1, dtype="bf16", sequence=32, offload=Offload(1, 0.5)),
+    "weights too": plan(tp=2, dp=2, dtype="bf16", microbatches=2, offload=Offload(0, 0.5, masters=True)),
+    "weights too, zero1 late": plan(
+        dp=2, zero=1, dtype="bf16", overlap_param_gather=True, bucket_bytes=2**14, offload=Offload(0, 0.5, masters=True)
+    ),
+    "weights too, zero3": plan(dp=2, zero=3, dtype="bf16", offload=Offload(1, 1.0, masters=True)),
 }
 
 

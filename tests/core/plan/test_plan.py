@@ -469,6 +469,10 @@ BROKEN = {
         ("[numerics]", "[offload]\nactivations = 97\n[numerics]"),
         "model gpt3-175b has 96. Use at most 96",
     ),
+    "offloaded-masters-exist": (
+        ("[numerics]", "[offload]\nmasters = true\n[numerics]"),
+        "optimizer=0 keeps all moments on the device. Set offload.optimizer=1.0, or leave masters out",
+    ),
     "shards-divide": (
         ("[numerics]", "[data_parallel]\nshard = 3\n[numerics]"),
         ("shard=3 does not divide the dp*cp=16 ranks"),

@@ -81,15 +81,15 @@ def test_long_copies_make_the_pass_as_long_as_they_are():
 def test_moments_pass_the_link_once_each_way():
     cluster = replace(cluster_preset("dgx-h100", 8), host_link_bytes_per_s=1e9)
     piece_s = 2**25 / 1e9
-    assert update_wait_s(cluster, 10e9, 1.0) == pytest.approx(9.0 + piece_s)
-    assert update_wait_s(cluster, 10e9, 100.0) == pytest.approx(2 * piece_s)
-    assert update_wait_s(cluster, 0.0, 1.0) == 0.0
+    assert update_wait_s(cluster, 10e9, 1.0, 2**25) == pytest.approx(9.0 + piece_s)
+    assert update_wait_s(cluster, 10e9, 100.0, 2**25) == pytest.approx(2 * piece_s)
+    assert update_wait_s(cluster, 0.0, 1.0, 2**25) == 0.0
 
 
 def test_a_step_waits_for_moments_as_long_as_the_link_takes():
     plain, away = (plan(tp=8, sequence=4096, offload=each, **LARGE) for each in (Offload(), Offload(optimizer=1.0)))
     added_s = simulate(away).report["step_time_s"] - simulate(plain).report["step_time_s"]
-    moved = stage_sizes(away)[0].offloaded_moment_bytes
+    moved = stage_sizes(away)[0].offloaded_optimizer_bytes
     update_s = simulate(plain).report["time_s"]["optimizer"]
     assert moved == pytest.approx(plain.num_parameters, rel=1e-3)  # 8 bytes of each, over 8 ranks
     assert added_s == pytest.approx((moved + 2**25) / 55.6e9 - update_s, rel=1e-6)
