@@ -25,13 +25,16 @@ from ..core.commands.options import (
 from ..core.plan.plan import Plan
 from ..core.plan.rules import RULES
 from .search.parts import merged, part_of
-from .search.question import NEAR, OBJECTIVES, Question
+from .search.progress import watching
+from .search.question import OBJECTIVES, Question
 from .search.search import REASONS, search
 from .search.why import reasons
-from .search.progress import watching
 
 SHORT_KEYS = {"micro": "batch.micro", "recompute": "recompute.mode", "schedule": "schedule.name"}
 """What --fix takes besides whole keys and those of [layout]."""
+
+FIRST_CHOICE = 3
+"""Columns of the table before the choices: place, step and MFU."""
 
 TOKEN_SCALES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 """Suffixes of --batch-tokens: sequences are powers of two, so batches are."""
@@ -88,7 +91,7 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0 if plans else 1
 
 
-def _searched(args: argparse.Namespace) -> tuple[dict[str, Any], Sequence[Plan], str]:
+def _searched(args: argparse.Namespace) -> tuple[dict[str, Any], list[Plan], str]:
     """The report of a search, its plans, and a title."""
     for each in args.fix:
         key, equals, value = each.partition("=")
@@ -117,7 +120,7 @@ def _searched(args: argparse.Namespace) -> tuple[dict[str, Any], Sequence[Plan],
         report |= {"part": list(part), "top": args.top, "options": {"plan": args.plan, **given}}
     elif not args.pareto:
         report["why"] = [each._asdict() for each in reasons(result.plans, limit) if each.peak_memory_bytes]
-    return report, result.plans, _title(space)
+    return report, list(result.plans), _title(space)
 
 
 def _title(of: SearchSpace | Plan) -> str:
@@ -210,14 +213,13 @@ def _rows(candidates: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], lis
 
 def _collapsed(header: Sequence[str], rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Rows with the same step and peak that differ in one choice only are one, with the values of that choice."""
-    first_choice = 3
     found: list[list[str]] = []
     merged_at: list[int | None] = []
     for row in rows:
         for i, known in enumerate(found):
             if (known[1], known[-1]) != (row[1], row[-1]):
                 continue
-            differ = [at for at in range(first_choice, len(row) - 1) if row[at] not in known[at].split(", ")]
+            differ = [at for at in range(FIRST_CHOICE, len(row) - 1) if row[at] not in known[at].split(", ")]
             if len(differ) == 1 and merged_at[i] in (None, differ[0]):
                 known[differ[0]] += f", {row[differ[0]]}"
                 merged_at[i] = differ[0]

@@ -94,8 +94,9 @@ class MemoryFloors:
         data-parallel ranks have. Where what rests alone is above `most_bytes` nothing else is counted."""
         num_microbatches, ends = counts[0], self._ends(plan)
         resting = self._resting_of(plan, len(counts), ends, zeros)
-        if min(max(each.held + each.summed for each in ranks) for ranks in resting) > most_bytes:
-            return dict.fromkeys(schedules, [max(each.held + each.summed for each in ranks) for ranks in resting])
+        rests = [max(each.held + each.summed for each in ranks) for ranks in resting]
+        if min(rests) > most_bytes:
+            return dict.fromkeys(schedules, rests)
         kept = self._kept_of(plan, ends)
         steady = not self._grows(plan) or num_microbatches >= 3 * plan.layout.pp
         found = {}
@@ -153,7 +154,7 @@ class MemoryFloors:
 
 def _resting(plan: Plan, stages: Sequence[int]) -> _Resting:
     profile, held, summed = profile_of(plan).memory, 0, 0
-    for stage, count in _alike(plan, stages):
+    for stage, count in _distinct(plan, stages):
         held += count * (weights_bytes(plan, profile, stage) + optimizer_bytes(plan, profile, stage))
         summed += count * gradients_bytes(plan, profile, stage)
     return _Resting(held, summed)
@@ -164,7 +165,7 @@ def _kept(plan: Plan, stages: Sequence[int], end: int, parts: Parts) -> _Kept:
     last part, before which nothing of the stage is freed."""
     tensors = LayerTensors(plan, profile_of(plan).memory)
     last = stages[-1 if end else 0]
-    retained = sum(count * _retained(plan, stage, tensors, parts) for stage, count in _alike(plan, stages))
+    retained = sum(count * _retained(plan, stage, tensors, parts) for stage, count in _distinct(plan, stages))
     own = _retained(plan, last, tensors, parts)
     tape = part_tape(stage_groups(plan, last)[-1], tensors, parts)
     return _Kept(retained, own, tape.backward_bytes - tape.retained_bytes)
@@ -189,7 +190,7 @@ def _running(name: str, kept: tuple[_Kept, _Kept], pp: int, num_microbatches: in
     return first.running(1), last.running(1)
 
 
-def _alike(plan: Plan, stages: Sequence[int]) -> list[tuple[int, int]]:
+def _distinct(plan: Plan, stages: Sequence[int]) -> list[tuple[int, int]]:
     """One of the stages that hold the same, and how many these are."""
     found: dict[object, list[int]] = {}
     for stage in stages:
