@@ -107,7 +107,7 @@ def changes(best: Plan, plan: Plan) -> str:
     ]
     split = (best.layout.sequence_parallel, plan.layout.sequence_parallel)
     if split[0] != split[1] and best.layout.tp > 1 < plan.layout.tp:
-        rows.append(("sequence_parallel", *(str(each).lower() for each in split)))
+        rows.append(("sequence_parallel", str(split[0]).lower(), str(split[1]).lower()))
     return " ".join(f"{name}={new}" for name, old, new in rows if old != new)
 
 
