@@ -163,7 +163,9 @@ def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int
     for pp_rank, stages in enumerate(owned):
         key = (bool(tied_ends(plan, pp_rank)), *(id(sizes[stage]) for stage in stages))
         if key not in by_content:
-            by_content[key] = own_step_bytes(plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages))
+            by_content[key] = own_step_bytes(
+                plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages)
+            )
         found.append(by_content[key] + staged[pp_rank])
     return tuple(found)
 

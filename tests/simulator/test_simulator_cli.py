@@ -102,7 +102,10 @@ def test_plan_says_what_nobody_said_and_how_to_say_otherwise(capsys):
 
 
 def test_plan_says_why_in_words_that_name_key_share_and_cause(capsys):
-    assert main(["plan", *ON_GPUS, "--global-batch", "16", "--fix", "tp=8", "--fix", "micro=1", "--json", "--top", "1"]) == 0
+    assert (
+        main(["plan", *ON_GPUS, "--global-batch", "16", "--fix", "tp=8", "--fix", "micro=1", "--json", "--top", "1"])
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     assert len(report["candidates"]) == 1
     best, why = report["candidates"][0], {each["change"]: each for each in report["why"]}
