@@ -1,4 +1,4 @@
-"""Processor time of layout searches by fixed commands, and layouts decided in a second of it; prints one JSON line each.
+"""Processor time of layout searches by fixed commands, layouts decided in a second of it; one JSON line each.
 
 Usage: python benchmarks/planner.py [NAME ...] [--profile]
 

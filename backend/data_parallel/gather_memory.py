@@ -20,6 +20,6 @@ def gather_in_place(stages: Mapping[int, ShardedStage], places: Mapping[int, int
             if not resting:
                 continue
             most = max(len(bucket) * bucket.dtype.itemsize for bucket in resting)
-            memory = torch.empty(most, dtype=torch.uint8, device=resting[0].master.device)
+            memory = torch.empty(most, dtype=torch.uint8, device=resting[0].device)
             for bucket in resting:
                 bucket.memory = memory[: len(bucket) * bucket.dtype.itemsize].view(bucket.dtype)

@@ -160,13 +160,15 @@ def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int
         return tuple(
             sum(sizes[stage].step_bytes for stage in stages) + own for stages, own in zip(owned, staged, strict=True)
         )
-    alike: dict[tuple[object, ...], int] = {}  # ranks that hold the same cost the same
+    by_content: dict[tuple[object, ...], int] = {}  # ranks that hold the same cost the same
     found = []
     for pp_rank, stages in enumerate(owned):
         key = (bool(tied_ends(plan, pp_rank)), *(id(sizes[stage]) for stage in stages))
-        if key not in alike:
-            alike[key] = own_step_bytes(plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages))
-        found.append(alike[key] + staged[pp_rank])
+        if key not in by_content:
+            by_content[key] = own_step_bytes(
+                plan, pp_rank, stages, sum(sizes[stage].gradients_bytes for stage in stages)
+            )
+        found.append(by_content[key] + staged[pp_rank])
     return tuple(found)
 
 

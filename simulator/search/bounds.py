@@ -82,7 +82,7 @@ def family_bound_s(family: Family, pricing: Pricing) -> float:
     plan = family.plan
     if (plan.recompute.mode == "full" and not recomputes_all(plan)) or not pricing.is_placed_evenly():
         return 0.0
-    firsts, number = _alike([pricing.inner_class(stage) for stage in range(plan.placement.num_stages)])
+    firsts, number = _distinct([pricing.inner_class(stage) for stage in range(plan.placement.num_stages)])
     work_s, exchange_s, compute_s = 0.0, 0.0, 0.0
     for first, count in zip(firsts, np.bincount(number).tolist(), strict=True):
         passes = _Passes(*pricing.unsharded(first))
@@ -108,7 +108,7 @@ def chain_bounds_s(plan: Plan, schedules: Sequence[str], pricing: Pricing) -> It
     """
     slots = _slots_of(plan.placement)
     places = _places(slots)
-    firsts, number = _alike([pricing.inner_class(*place) for place in places])
+    firsts, number = _distinct([pricing.inner_class(*place) for place in places])
     passes = [_Passes(*pricing.unsharded(*places[first])) for first in firsts]
     found: dict[tuple[bool, bool], float] = {}
     for schedule in schedules:
@@ -124,13 +124,13 @@ def lower_bound_s(plan: Plan, pricing: Pricing) -> float:
     and with the optimizer step: after clipping the slowest of all ranks, else each rank's own."""
     slots, schedule = _slots_of(plan.placement), "" if plan.schedule.file else plan.schedule.name
     whole, places = schedule in WHOLE_BACKWARDS, _places(slots)
-    firsts, number = _alike([pricing.price_class(Kind.F, *place) for place in places])
+    firsts, number = _distinct([pricing.price_class(Kind.F, *place) for place in places])
     columns = _columns([_sharded(pricing, *places[first], whole=whole) for first in firsts], number, whole=whole)
     ends_s, drains_s = _chains(plan, slots, columns, pairs=schedule not in WITHOUT_PAIRS)
     after_s = np.array([_after_s(pricing, *places[first]) for first in firsts])[number]
     done_s = ends_s + np.minimum.reduceat(after_s[slots.by_rank], slots.rank_first)
     of_ranks = [places[i] for i in slots.by_rank[slots.rank_first].tolist()]
-    firsts, number = _alike([pricing.price_class(Kind.STEP, *place) for place in of_ranks])
+    firsts, number = _distinct([pricing.price_class(Kind.STEP, *place) for place in of_ranks])
     step_s = np.array([pricing.seconds(Kind.STEP, *of_ranks[first]).total_s for first in firsts])[number]
     drained_s = (
         float((ends_s + drains_s).max() + after_s[: slots.first[1]].min()) if whole and len(slots.first) > 1 else 0.0
@@ -154,7 +154,7 @@ def _after_s(pricing: Pricing, stage: int, replica: int) -> float:
     return max(tail_s, reduce_s - lead_s)
 
 
-def _alike(classes: Sequence[object]) -> tuple[list[int], np.ndarray]:
+def _distinct(classes: Sequence[object]) -> tuple[list[int], np.ndarray]:
     """Where each class comes first, and the number of the class of every place: equal prices are asked for once."""
     numbers: dict[object, int] = {}
     number = np.array([numbers.setdefault(each, len(numbers)) for each in classes])

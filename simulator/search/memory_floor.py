@@ -49,7 +49,7 @@ class _Resting(NamedTuple):
         return self.held + max(self.summed, running + self.summed if sums else running)
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     """Bytes that a microbatch keeps on a rank, and of the first or last stage, of which it is the rank, those that a
     microbatch keeps and those that its backward needs beyond that."""
 
@@ -72,7 +72,7 @@ class MemoryFloors:
 
     def __init__(self) -> None:
         self._resting: dict[tuple[object, ...], _Resting] = {}
-        self._parts: dict[tuple[object, ...], tuple[Parts, dict[object, _Kept]]] = {}
+        self._parts: dict[tuple[object, ...], tuple[Parts, dict[object, _Saved]]] = {}
         self._contents: dict[tuple[object, ...], _Ends] = {}
 
     def bytes_of(self, plan: Plan) -> int:
@@ -94,14 +94,15 @@ class MemoryFloors:
         data-parallel ranks have. Where what rests alone is above `most_bytes` nothing else is counted."""
         num_microbatches, ends = counts[0], self._ends(plan)
         resting = self._resting_of(plan, len(counts), ends, zeros)
-        if min(max(each.held + each.summed for each in ranks) for ranks in resting) > most_bytes:
-            return dict.fromkeys(schedules, [max(each.held + each.summed for each in ranks) for ranks in resting])
-        kept = self._kept_of(plan, ends)
+        rests = [max(each.held + each.summed for each in ranks) for ranks in resting]
+        if min(rests) > most_bytes:
+            return dict.fromkeys(schedules, rests)
+        saved = self._saved_of(plan, ends)
         steady = not self._grows(plan) or num_microbatches >= 3 * plan.layout.pp
         found = {}
         for name in schedules:
             fills = steady and name in FILLED_IN_FLIGHT
-            first, last = _running(name, kept, plan.layout.pp, num_microbatches)
+            first, last = _running(name, saved, plan.layout.pp, num_microbatches)
             found[name] = [
                 max(start.bytes_with(first, sums=fills), end.bytes_with(last, sums=fills)) for start, end in resting
             ]
@@ -124,7 +125,7 @@ class MemoryFloors:
                 found.append(resting)
         return list(zip(found[::2], found[1::2], strict=True))
 
-    def _kept_of(self, plan: Plan, ends: _Ends) -> tuple[_Kept, _Kept]:
+    def _saved_of(self, plan: Plan, ends: _Ends) -> tuple[_Saved, _Saved]:
         """What a microbatch keeps on the ranks of the first and of the last stage."""
         layout, recompute = plan.layout, plan.recompute
         cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp, layout.sequence_parallel)
@@ -134,9 +135,9 @@ class MemoryFloors:
         parts, known = self._parts[family]
         found = []
         for end, (content, stages) in enumerate(ends):
-            if (kept := known.get((end, content))) is None:
-                kept = known[end, content] = _kept(plan, stages, end, parts)
-            found.append(kept)
+            if (saved := known.get((end, content))) is None:
+                saved = known[end, content] = _saved(plan, stages, end, parts)
+            found.append(saved)
         return found[0], found[1]
 
     def _ends(self, plan: Plan) -> _Ends:
@@ -153,21 +154,21 @@ class MemoryFloors:
 
 def _resting(plan: Plan, stages: Sequence[int]) -> _Resting:
     profile, held, summed = profile_of(plan).memory, 0, 0
-    for stage, count in _alike(plan, stages):
+    for stage, count in _distinct(plan, stages):
         held += count * (weights_bytes(plan, profile, stage) + optimizer_bytes(plan, profile, stage))
         summed += count * gradients_bytes(plan, profile, stage)
     return _Resting(held, summed)
 
 
-def _kept(plan: Plan, stages: Sequence[int], end: int, parts: Parts) -> _Kept:
+def _saved(plan: Plan, stages: Sequence[int], end: int, parts: Parts) -> _Saved:
     """That of the rank of the first stage, or where `end` is 1 of the last, whose backward is looked at: that of its
     last part, before which nothing of the stage is freed."""
     tensors = LayerTensors(plan, profile_of(plan).memory)
     last = stages[-1 if end else 0]
-    retained = sum(count * _retained(plan, stage, tensors, parts) for stage, count in _alike(plan, stages))
+    retained = sum(count * _retained(plan, stage, tensors, parts) for stage, count in _distinct(plan, stages))
     own = _retained(plan, last, tensors, parts)
     tape = part_tape(stage_groups(plan, last)[-1], tensors, parts)
-    return _Kept(retained, own, tape.backward_bytes - tape.retained_bytes)
+    return _Saved(retained, own, tape.backward_bytes - tape.retained_bytes)
 
 
 def _retained(plan: Plan, stage: int, tensors: LayerTensors, parts: Parts) -> int:
@@ -176,9 +177,9 @@ def _retained(plan: Plan, stage: int, tensors: LayerTensors, parts: Parts) -> in
     return sum(group.count * part_tape(group, tensors, parts).retained_bytes for group in groups)
 
 
-def _running(name: str, kept: tuple[_Kept, _Kept], pp: int, num_microbatches: int) -> tuple[int, int]:
+def _running(name: str, saved: tuple[_Saved, _Saved], pp: int, num_microbatches: int) -> tuple[int, int]:
     """Bytes that microbatches in flight keep on the ranks of the first and of the last stage at some time."""
-    first, last = kept
+    first, last = saved
     if name in ALL_IN_FLIGHT:
         return first.running(num_microbatches), last.running(num_microbatches)
     if name in FILLED_IN_FLIGHT:
@@ -189,7 +190,7 @@ def _running(name: str, kept: tuple[_Kept, _Kept], pp: int, num_microbatches: in
     return first.running(1), last.running(1)
 
 
-def _alike(plan: Plan, stages: Sequence[int]) -> list[tuple[int, int]]:
+def _distinct(plan: Plan, stages: Sequence[int]) -> list[tuple[int, int]]:
     """One of the stages that hold the same, and how many these are."""
     found: dict[object, list[int]] = {}
     for stage in stages:

@@ -25,7 +25,5 @@ def watching(stream: TextIO) -> Iterator[Callable[[Progress], None] | None]:
 def progress_text(progress: Progress) -> str:
     """`12,345 layouts decided; 67 left, none below 8.1 s; best so far 8.2 s`."""
     best = "none yet" if progress.best_s is None else format_s(progress.best_s)
-    return (
-        f"{progress.decided:,} layouts decided; {progress.left:,} groups left, none below {format_s(progress.bound_s)}; "
-        f"best so far {best}"
-    )
+    left = f"{progress.left:,} groups left, none below {format_s(progress.bound_s)}"
+    return f"{progress.decided:,} layouts decided; {left}; best so far {best}"

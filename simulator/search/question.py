@@ -36,7 +36,7 @@ class Question:
     """`top` answers by an objective, or with `pareto` the front of time, memory and simplicity.
 
     `most_bytes` is what the worst rank may hold at most, besides what its device has. `part` is (number, of how many):
-    degrees are dealt out to parts in turn, so that the parts together decide the whole space. `watch` is told how far
+    degrees are dealt out to parts in turn, so that the parts together decide the whole space. `watch` is given how far
     the search is.
     """
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...core.base.divisors import divisors
 from ...core.base.errors import LayoutError, PlanError
@@ -38,7 +38,7 @@ MIN_CONTEXT_TOKENS = 4096
 which grows with the square, and shorter parts were never worth a cut (Llama 3, arXiv 2407.21783, section 3.3.2: cp=16
 at 131,072 tokens, 1 at 8,192)."""
 
-RECOMPUTE_MODES = ("none", "selective", "full")
+RECOMPUTE_MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 DEGREES = ("layout.tp", "layout.cp", "layout.pp", "layout.dp", "layout.ep", "layout.etp")
 
@@ -120,8 +120,8 @@ class Pinned:
 
 
 def families(space: SearchSpace, tally: Tally, part: tuple[int, int] = (1, 1)) -> Iterator[Family]:
-    """All families that obey the rules, of the degrees that are a part's: (number, of how many). Counts what breaks a rule: where the degrees, the chunks or the microbatch do,
-    all combinations with them once."""
+    """All families that obey the rules, of the degrees that are a part's: (number, of how many). Counts what breaks a
+    rule: where the degrees, the chunks or the microbatch do, all combinations with them once."""
     pinned = Pinned(space)
     _check_recompute(space, pinned)
     found = False

@@ -13,6 +13,7 @@ from ...core.plan.sections import Recompute, ScheduleChoice
 from ..memory.capacity import capacity_of
 from ..simulation.simulate import simulate
 from ..stack.profiles import PROFILES
+from .space import RECOMPUTE_MODES
 
 CAUSES = {
     "compute": "in computing",
@@ -73,8 +74,8 @@ def neighbours(plan: Plan) -> Iterator[Plan]:
         yield from _legal(plan, layout={"zero": zero} if 0 <= zero <= 3 and layout.dp * layout.cp > 1 else None)
     for micro in (plan.batch.micro_size * 2, plan.batch.micro_size // 2):
         yield from _legal(plan, batch={"micro_size": micro} if micro else None)
-    for mode in {"none", "selective", "full"} - {plan.recompute.mode}:
-        yield from _legal(plan, recompute=Recompute(mode))
+    for mode in RECOMPUTE_MODES:
+        yield from _legal(plan, recompute=Recompute(mode) if mode != plan.recompute.mode else None)
     for name in PROFILES[plan.runtime.profile].schedules if layout.pp > 1 else ():
         if name != plan.schedule.name:
             yield from _legal(plan, schedule=ScheduleChoice(name))
@@ -96,7 +97,7 @@ def _legal(plan: Plan, **nouns: Any) -> Iterator[Plan]:
 
 def changes(best: Plan, plan: Plan) -> str:
     """What a plan has otherwise than the best, as keys: `tp=4 dp=8`."""
-    rows = [
+    rows: list[tuple[str, Any, Any]] = [
         *((name, getattr(best.layout, name), getattr(plan.layout, name)) for name in ("tp", "cp", "pp", "vpp", "ep")),
         ("etp", best.layout.expert_tp, plan.layout.expert_tp) if best.model.is_moe else ("etp", 0, 0),
         ("zero", best.layout.zero, plan.layout.zero),
@@ -106,7 +107,7 @@ def changes(best: Plan, plan: Plan) -> str:
     ]
     split = (best.layout.sequence_parallel, plan.layout.sequence_parallel)
     if split[0] != split[1] and best.layout.tp > 1 < plan.layout.tp:
-        rows.append(("sequence_parallel", *(str(each).lower() for each in split)))
+        rows.append(("sequence_parallel", str(split[0]).lower(), str(split[1]).lower()))
     return " ".join(f"{name}={new}" for name, old, new in rows if old != new)
 
 

@@ -125,7 +125,7 @@ def slower(seconds: Seconds, factor: float) -> Seconds:
     if factor == 1:
         return seconds
     scaled = {name: getattr(seconds, name) * factor for name in ("compute", "recompute", "optimizer")}
-    return replace(seconds, **scaled).on_grid()
+    return seconds._replace(**scaled).on_grid()
 
 
 def couplings_of(plan: Plan) -> tuple[dict[Kind, int], np.ndarray]:

@@ -87,3 +87,76 @@ def test_a_number_too_large_to_count_is_bad_input_and_no_traceback(option, messa
 def test_plan_says_so_when_no_degrees_were_left_to_decide(capsys):
     assert main([*SEARCH, "--devices", "7", "--tp", "3"]) == 2
     assert "tp=3 does not divide 7 devices" in capsys.readouterr().err
+
+
+ON_GPUS = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--devices", "8", "--sequence", "4096", "--fix", "pp=1"]
+
+
+def test_plan_says_what_nobody_said_and_how_to_say_otherwise(capsys):
+    assert main(["plan", *ON_GPUS, "--batch-tokens", "64K", "--fix", "micro=1"]) == 0
+    text = capsys.readouterr().out
+    assert "not said, so runtime.profile=megatron-te: --set runtime.profile=... for others" in text
+    assert "16 x 4096 tokens" in text
+    assert main(["plan", *ON_GPUS, "--batch-tokens", "64K", "--fix", "micro=1", "--profile", "shardproof"]) == 0
+    assert "not said" not in capsys.readouterr().out
+
+
+def test_plan_says_why_in_words_that_name_key_share_and_cause(capsys):
+    assert (
+        main(["plan", *ON_GPUS, "--global-batch", "16", "--fix", "tp=8", "--fix", "micro=1", "--json", "--top", "1"])
+        == 0
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["candidates"]) == 1
+    best, why = report["candidates"][0], {each["change"]: each for each in report["why"]}
+    assert why["tp=4"]["step_time_s"] < best["step_time_s"]
+    assert "% of the step" in why["tp=4"]["text"] and "in TP" in why["tp=4"]["text"]
+    assert why["recompute=full"]["text"].startswith("+") and "in recomputing" in why["recompute=full"]["text"]
+    assert main(["plan", *ON_GPUS, "--global-batch", "16", "--fix", "tp=1", "--fix", "zero=2", "--json"]) == 0
+    why = {each["change"]: each for each in json.loads(capsys.readouterr().out)["why"]}
+    assert not why["zero=1"]["fits"] and "GiB over on rank 0: gradients" in why["zero=1"]["text"]
+
+
+def test_tensor_parallelism_that_leaves_the_node_is_said_to(capsys):
+    options = ["--model", "llama2-7b", "--cluster", "dgx-h100", "--devices", "32", "--sequence", "4096"]
+    fixed = [each for key in ("tp=8", "pp=1", "cp=1", "micro=1", "zero=3") for each in ("--fix", key)]
+    assert main(["plan", *options, "--global-batch", "16", *fixed, "--top", "1", "--json"]) == 0
+    why = {each["change"]: each["text"] for each in json.loads(capsys.readouterr().out)["why"]}
+    assert why["tp=16"].startswith("tp leaves the node (16 ranks, 8 on its links), +")
+
+
+def test_parts_merge_to_the_whole(tmp_path: Path, capsys):
+    given = ["plan", *ON_GPUS, "--global-batch", "16", "--top", "4"]
+    assert main([*given, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    files = [tmp_path / f"{number}.json" for number in (1, 2)]
+    for number, file in enumerate(files, start=1):
+        assert main([*given, "--part", f"{number}/2", "--json"]) == 0
+        file.write_text(capsys.readouterr().out)
+    best = tmp_path / "best.toml"
+    assert main(["plan", "--merge", *map(str, files), "--json", "-o", str(best)]) == 0
+    merged = json.loads(capsys.readouterr().out)
+    assert merged["candidates"] == whole["candidates"]
+    assert merged["evaluated"] == whole["evaluated"] == 4 + sum(merged["rejected"].values())
+    assert Plan.from_toml(best.read_text()).layout.tp == whole["candidates"][0]["layout"]["tp"]
+    assert main(["plan", "--merge", str(files[0])]) == 2
+    assert "not each of 1 to 2 once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--objective", "money"), "cluster.device_price_per_hour, which is not given"),
+        (("--batch-tokens", "5000"), "not whole sequences of 4096"),
+        (("--batch-tokens", "much"), "write a whole number"),
+        (("--max-memory", "much"), "--max-memory much"),
+        (("--part", "3/2"), "write number/of"),
+        (("--top", "0"), "at least one row"),
+        (("--fix", "tp"), "--fix tp"),
+        (("--fix", "tq=2"), "tq"),
+    ],
+)
+def test_options_of_a_search_that_say_nothing_are_bad_input(options, message, capsys):
+    batch = () if "--batch-tokens" in options else ("--global-batch", "16")
+    assert main(["plan", *ON_GPUS, *batch, *options]) == 2
+    assert message in capsys.readouterr().err

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.options import SearchSpace
@@ -325,3 +328,22 @@ def test_of_near_equal_layouts_the_plainest_comes_first():
     plans = [replace(Plan(MODEL, space(4).cluster, Layout(tp=tp, dp=4 // tp), BATCH)) for tp in (4, 2, 1)]
     ranked = plainer_first(list(zip((1.0, 1.004, 1.006), plans, (None,) * 3, strict=True)))
     assert [plan.layout.tp for _, plan, _ in ranked] == [2, 4, 1]  # 1.006 is not near 1.0
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@drawn(
+    num_layers=st.integers(2, 5),
+    memory=st.sampled_from([6e9, 12e9, 80e9]),
+    batch=st.sampled_from([Batch(4, 1, 4096), Batch(6, 1, 2048), Batch(8, 1, 1024)]),
+    profile=st.sampled_from(["shardproof", "megatron-te", "torchtitan", "megatron-2021"]),
+    model=st.sampled_from([replace(MODEL, vocab_size=4096), replace(MIXTRAL, vocab_size=4096)]),
+    tp=st.sampled_from([1, 2]),
+)
+def test_any_small_space_is_decided_as_by_simulating_everything(num_layers, memory, batch, profile, model, tp):
+    held = {"batch.micro": 1, "recompute.mode": "none", "layout.tp": tp, "layout.cp": 1}
+    given = space(2, memory, replace(model, num_layers=num_layers), batch, profile, **held)
+    eps = (1, 2, 4, 8) if model.is_moe else (1,)
+    found = [step_s for step_s, plan in everything(given, eps=eps, modes=("none",)) if plan.layout.tp == tp]
+    result = search(given)
+    assert sorted(each["step_time_s"] for each in result.report["candidates"]) == found[:NUM_RANKED]
+    assert result.report["evaluated"] == len(result.plans) + sum(result.report["rejected"].values())
