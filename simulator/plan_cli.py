@@ -102,6 +102,8 @@ def _searched(args: argparse.Namespace) -> tuple[dict[str, Any], list[Plan], str
         args.set.append(f"batch.global={_sequences(args)}")
     space = read_search_space(args)
     part = (1, 1) if args.part is None else part_of(args.part)
+    if args.part is not None and (args.pareto or args.objective == "memory"):
+        raise PlanError("--part ranks by the step's time, as --merge does. Leave out --pareto and --objective memory.")
     limit = _limit(args.max_memory)
     with watching(sys.stderr) as watch:
         question = Question(args.objective, args.pareto, args.top, limit, part, watch)
@@ -117,7 +119,11 @@ def _searched(args: argparse.Namespace) -> tuple[dict[str, Any], list[Plan], str
             for section, keys in option_values(args).items()
             for key, each in keys.items()
         }
-        report |= {"part": list(part), "top": args.top, "options": {"plan": args.plan, **given}}
+        report |= {
+            "part": list(part),
+            "top": args.top,
+            "options": {"plan": args.plan, "max-memory": args.max_memory, **given},
+        }
     elif not args.pareto:
         report["why"] = [each._asdict() for each in reasons(result.plans, limit) if each.peak_memory_bytes]
     return report, list(result.plans), _title(space)

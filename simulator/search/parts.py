@@ -14,6 +14,9 @@ from .simplicity import plainer_first
 
 KEYS = ("part", "top", "options", "candidates", "evaluated", "simulated", "rejected", "elapsed_s")
 
+LAYOUT_KEYS = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "sequence_parallel", "zero", "stages")
+"""What `layout` of a candidate has."""
+
 
 def part_of(text: str) -> tuple[int, int]:
     """(number, of how many) that `2/8` says. Raises `PlanError` for any other text."""
@@ -76,8 +79,19 @@ def _is_sound(part: Mapping[str, Any]) -> bool:
         and isinstance(numbers, list)
         and len(numbers) == 2
         and all(isinstance(each, int) for each in numbers)
-        and all(
-            isinstance(row, dict) and isinstance(row.get("plan"), str) and isinstance(row.get("step_time_s"), float)
-            for row in rows
-        )
+        and all(map(_is_row, rows))
+    )
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a candidate has what a report prints of it."""
+    texts, numbers = ("plan", "recompute", "schedule"), ("step_time_s", "mfu", "peak_memory_bytes")
+    return (
+        isinstance(row, dict)
+        and all(isinstance(row.get(name), str) for name in texts)
+        and all(isinstance(row.get(name), int | float) for name in numbers)
+        and isinstance(row.get("layout"), dict)
+        and set(LAYOUT_KEYS) <= set(row["layout"])
+        and isinstance(row.get("batch"), dict)
+        and "micro" in row["batch"]
     )

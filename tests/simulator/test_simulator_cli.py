@@ -141,6 +141,9 @@ def test_parts_merge_to_the_whole(tmp_path: Path, capsys):
     assert Plan.from_toml(best.read_text()).layout.tp == whole["candidates"][0]["layout"]["tp"]
     assert main(["plan", "--merge", str(files[0])]) == 2
     assert "not each of 1 to 2 once" in capsys.readouterr().err
+    files[1].write_text(json.dumps({**json.loads(files[1].read_text()), "candidates": [{"plan": "x"}]}))
+    assert main(["plan", "--merge", *map(str, files)]) == 2
+    assert "is no part of a search" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -151,6 +154,7 @@ def test_parts_merge_to_the_whole(tmp_path: Path, capsys):
         (("--batch-tokens", "much"), "write a whole number"),
         (("--max-memory", "much"), "--max-memory much"),
         (("--part", "3/2"), "write number/of"),
+        (("--part", "1/2", "--pareto"), "--part ranks by the step's time"),
         (("--top", "0"), "at least one row"),
         (("--fix", "tp"), "--fix tp"),
         (("--fix", "tq=2"), "tq"),

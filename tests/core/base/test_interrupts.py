@@ -147,12 +147,12 @@ def test_signals_that_are_ignored_stay_so():
 SEARCHES = """
 import signal, sys
 from shardproof.core.commands.cli import main
-from shardproof.simulator import cli
+from shardproof.simulator import plan_cli
 signal.signal(signal.SIGINT, signal.default_int_handler)
-def search(*given, real=cli.search, **named):
+def search(*given, real=plan_cli.search, **named):
     print("ready", flush=True)
     return real(*given, **named)
-cli.search = search
+plan_cli.search = search
 sys.exit(main())
 """
 

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from shardproof.core.base.errors import PlanError
+from shardproof.core.base.units import format_s
 from shardproof.core.commands.options import SearchSpace
 from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stages import balanced_stages
@@ -34,7 +35,8 @@ from shardproof.simulator.memory.sizes import _sizes, _tapes_of, stage_sizes
 from shardproof.simulator.search.bounds import WHOLE_BACKWARDS, chain_bounds_s, lower_bound_s
 from shardproof.simulator.search.fit import fit
 from shardproof.simulator.search.memory_floor import ALL_IN_FLIGHT, FILLED_IN_FLIGHT, MemoryFloors
-from shardproof.simulator.search.question import NEAR, SLOWEST_OF_FRONT, Question
+from shardproof.simulator.search.progress import progress_text
+from shardproof.simulator.search.question import NEAR, SLOWEST_OF_FRONT, Progress, Question
 from shardproof.simulator.search.search import NUM_RANKED, _memories, search
 from shardproof.simulator.search.simplicity import complexity, plainer_first
 from shardproof.simulator.simulation.simulate import simulate
@@ -347,3 +349,12 @@ def test_any_small_space_is_decided_as_by_simulating_everything(num_layers, memo
     result = search(given)
     assert sorted(each["step_time_s"] for each in result.report["candidates"]) == found[:NUM_RANKED]
     assert result.report["evaluated"] == len(result.plans) + sum(result.report["rejected"].values())
+
+
+def test_progress_has_a_bound_that_only_grows_and_ends_above_the_last_row():
+    seen: list[Progress] = []
+    result = search(small(), Question(watch=seen.append))
+    bounds = [each.bound_s for each in seen]
+    assert bounds == sorted(bounds) and seen[0].best_s is None
+    assert seen[-1].best_s == min(each["step_time_s"] for each in result.report["candidates"])
+    assert progress_text(seen[-1]).endswith(f"best so far {format_s(seen[-1].best_s)}")
