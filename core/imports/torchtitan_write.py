@@ -53,7 +53,8 @@ def write(plan: Plan) -> Exported:
 
 def _read_back(plan: Plan, text: str) -> Plan:
     """The plan that the text means, with the model of the plan where the text's has to be registered. Raises
-    `PlanError` for a plan that torchtitan does not run, such as experts over ranks that do not share their parameters."""
+    `PlanError` for a plan that torchtitan does not run, such as experts over ranks that do not share their
+    parameters."""
     known = _flavor_of(plan.model) is not None
     model = {} if known else {key: Given(value, FILE) for key, value in sparse_model(plan.model).items()}
     imported = account(Request(text, FILE, plan.world_size, model))
