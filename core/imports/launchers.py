@@ -87,6 +87,7 @@ metadata:
   name: {name}
 spec:
   clusterIP: None
+  publishNotReadyAddresses: true
   selector:
     job-name: {name}
 ---

@@ -128,7 +128,8 @@ def put_experts(sheet: Sheet, degrees: Degrees, *, has_experts: bool) -> None:
         elif ranks % (degrees.ep * sheet.value(ETP)):
             sheet.refuse(
                 EP,
-                f"experts are spread over the {ranks} ranks of shard, cp and tp, which {degrees.ep} does not divide.",
+                f"experts are spread over the {ranks} ranks of shard, cp and tp, which "
+                f"ep*etp={degrees.ep * sheet.value(ETP)} does not divide.",
             )
     else:
         sheet.say(ETP, "no-effect", "it counts with expert parallelism only")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..base.errors import did_you_mean
 from .table import Sheet
 from .torchtitan_degrees import Degrees
-from .torchtitan_pipeline import MULTI, NAME, VEES, is_old
+from .torchtitan_pipeline import MULTI, NAME, TOKENS, VEES, is_old
 
 F8, MX = "quantize.linear.float8", "quantize.linear.mx"
 CONVERTERS = "model.converters"
@@ -181,7 +181,7 @@ def _put_compile(sheet: Sheet, degrees: Degrees, *, has_experts: bool) -> None:
         else:
             sheet.say(OVERLAP, "no-effect", "it counts for DualPipeV with expert parallelism only")
     graphs = "training.disable_cuda_graphs"
-    if sheet.is_written(graphs):
+    if sheet.is_written(graphs, TOKENS):  # since August 2026, when batches came to count tokens, unless it says no
         captured = not sheet.value(graphs) and degrees.pp == 1 and degrees.ep == 1
         sheet.put("runtime.cuda_graphs", captured, graphs)
 

@@ -238,6 +238,9 @@ class _Reading:
             inner = self._resolved(each)
             name, section = CONVERTERS.get(_class(inner), (_class(inner), ""))
             names.append(name)
+            if name == "float8" and _class(node) != "ModelConvertersContainer":
+                # since April 2026, when converters went into the model's registry, the recipe is by rows
+                self._put(f"{section}.recipe_name", "rowwise", line)
             for keyword in inner.keywords if isinstance(inner, ast.Call) and section else ():
                 if keyword.arg != "model_compile_enabled":
                     value = self._literal(self._resolved(keyword.value))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from ..base.errors import ShardproofError
 from ..model.model import ModelSpec
 from ..plan.build import Draft
 from ..plan.plan import Plan, any_plan
@@ -43,7 +42,8 @@ _USUAL = "torchtitan has no setting for it"
 
 
 def write(plan: Plan) -> Exported:
-    """The TOML of a plan, and what it does not say: the keys that differ when it is read again."""
+    """The TOML of a plan, and what it does not say: the keys that differ when it is read again. Raises `PlanError` for
+    a plan that torchtitan refuses."""
     text = _toml(dict(_settings(plan)))
     lost = lost_keys(plan, _read_back(plan, text), _WHYS, _USUAL)
     if _flavor_of(plan.model) is None:
@@ -51,18 +51,17 @@ def write(plan: Plan) -> Exported:
     return Exported("torchtitan", ((FILE, text),), lost)
 
 
-def _read_back(plan: Plan, text: str) -> Plan | None:
-    """The plan that the text means, with the model of the plan where the text's has to be registered; None where it
-    means none."""
+def _read_back(plan: Plan, text: str) -> Plan:
+    """The plan that the text means, with the model of the plan where the text's has to be registered. Raises
+    `PlanError` for a plan that torchtitan does not run, such as experts over ranks that do not share their
+    parameters."""
     known = _flavor_of(plan.model) is not None
     model = {} if known else {key: Given(value, FILE) for key, value in sparse_model(plan.model).items()}
     imported = account(Request(text, FILE, plan.world_size, model))
-    try:
-        imported.raise_refused()
-        read = any_plan({**imported.values, **({} if known else {"model": model})}, FILE)
-    except ShardproofError:
-        return None
-    return read if isinstance(read, Plan) else None
+    imported.raise_refused()
+    read = any_plan({**imported.values, **({} if known else {"model": model})}, FILE)
+    assert isinstance(read, Plan)
+    return read
 
 
 def _toml(settings: Mapping[str, Any]) -> str:
@@ -192,9 +191,10 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, Any]]:
             yield f"{F8}.recipe_name", recipe
         if not block and recipe != "rowwise":
             yield f"{F8}.enable_fsdp_float8_all_gather", True
-    if plan.runtime.compile is not None:
-        yield "compile.enable", plan.runtime.compile
-        yield "compile.components", ["model", "loss"] if plan.runtime.fused_loss else ["model"]
+    compiled, fused = plan.runtime.compile, plan.runtime.fused_loss
+    if compiled is not None or fused:
+        yield "compile.enable", bool(compiled or fused)
+        yield "compile.components", ["model"] * bool(compiled) + ["loss"] * bool(fused)
     yield from _recompute(plan)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardproof.core.base.errors import PlanError
 from shardproof.core.imports.account import Imported, Request
 from shardproof.core.imports.given import import_file
 from shardproof.core.plan.plan import Plan, any_plan
@@ -146,5 +147,16 @@ def test_a_python_configuration_is_read_by_its_literals(function: str, tp: int, 
     imported = imported_from("titan_registry.py", None, config=function)
     plan = plan_of(imported)
     assert (plan.layout.tp, plan.recompute.mode, plan.batch.micro_size, plan.batch.sequence) == (tp, mode, 2, 8192)
+    assert plan.runtime.cuda_graphs
     opaque = next(each for each in imported.settings if each.flag == "dataloader")
     assert (opaque.value, opaque.status) == ("open_anything('c4')", "no-effect")
+
+
+def test_converters_in_the_registry_of_a_model_scale_by_rows():
+    plan = plan_of(imported_from("titan_registry.py", None, config="llama3_8b_narrow"))
+    assert (plan.precision.dtype, plan.precision.scaling, plan.runtime.compile) == ("fp8", "row", True)
+
+
+def test_a_python_file_with_several_configurations_asks_for_one():
+    with pytest.raises(PlanError, match=r"llama3_8b, llama3_8b_narrow, llama3_8b_deep\. Name one .*--variable config="):
+        imported_from("titan_registry.py", None)

@@ -225,6 +225,27 @@ def test_a_model_of_the_user_stands_in_for_a_flavor_that_is_not_known():
     assert not any(imported.of_status("refused"))
 
 
+def test_a_plan_that_torchtitan_does_not_run_is_not_written():
+    """Its experts are spread over ranks that share parameters: here 2 * 4, on which 4 * 4 do not go."""
+    plan = Plan.from_toml(
+        '[model]\npreset = "qwen3-30b-a3b"\n[cluster]\npreset = "dgx-h100"\nnum_devices = 16\n'
+        "[layout]\ntp = 4\ndp = 4\nep = 4\netp = 4\nzero = 3\nsequence_parallel = true\n"
+        "[data_parallel]\nshard = 2\n[batch]\nglobal = 64\nsequence = 2048\n"
+    )
+    with pytest.raises(PlanError, match="experts are spread over the 8 ranks of shard, cp and tp"):
+        write(plan)
+
+
+def test_a_loss_that_is_compiled_alone_is_written_and_read():
+    plan = Plan.from_toml(
+        '[model]\npreset = "llama3.1-8b"\n[cluster]\npreset = "dgx-h100"\nnum_devices = 8\n[layout]\nzero = 3\n'
+        '[runtime]\nprofile = "torchtitan"\ncompile = false\nfused_loss = true\n[batch]\nglobal = 64\nsequence = 2048\n'
+    )
+    exported = write(plan)
+    assert exported.lost == ()
+    assert '[compile]\nenable = true\ncomponents = ["loss"]' in exported.files[0][1]
+
+
 MODELS_WRITTEN = ("llama3.1-8b", "llama3.1-70b", "qwen3-32b", "qwen3-30b-a3b", "llama2-7b", "tiny-llama")
 SINGLE, MULTI = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
 

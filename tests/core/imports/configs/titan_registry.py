@@ -19,6 +19,13 @@ def llama3_8b():
     )
 
 
+def llama3_8b_narrow():
+    config = llama3_8b()
+    config.model_spec = model_registry("8B", converters=[Float8LinearConverter.Config(model_compile_enabled=True)])
+    config.compile = CompileConfig(enable=True)
+    return config
+
+
 def llama3_8b_deep():
     config = llama3_8b()
     config.parallelism.tensor_parallel_degree = 4
