@@ -7,7 +7,8 @@ per-parameter design of torch 2.4 on). Our layers compute weight gradients outsi
 of the parameters that torch has gathered, which it finds there when the backward of the unit ends. Only public
 functions of torch are used.
 
-torch wants its default process group and mesh. They belong to the transport for as long as it is open.
+torch wants its default process group and mesh. The group is the user's, or belongs to the transport for as long as it
+is open; the mesh's are the transport's.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def _mesh(plan: Plan, transport: Transport, copies: Group) -> DeviceMesh:
             "Use transport gloo or nccl, or leave library out."
         )
     transport.open_default_group()
-    groups = [dist.new_group(ranks) for ranks in plan.layout.groups("dp-cp")]
+    groups = transport.torch_groups(plan.layout.groups("dp-cp"))
     own = next(
         group
         for group, ranks in zip(groups, plan.layout.groups("dp-cp"), strict=True)

@@ -298,7 +298,7 @@ class TrainingRank:
 
     def meter(self) -> ActivationMeter:
         """A meter for `step` that counts weights and optimizer state as always there, and weights that are gathered and
-        partial sums of gradients as they come and go."""
+        sums of gradients as they come and go, finished ones until STEP."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._weights}
         base_bytes = sum(storages.values()) + self.optimizer.state_bytes
         constants = [tensor for stage in self.stages.values() for tensor in stage.context.constants]
@@ -372,7 +372,8 @@ class TrainingRank:
 
     def _lasting_bytes(self) -> int:
         gathered = sum(own.gathered_bytes for own in self.data_parallel.values())
-        return gathered + sum(stage.gradients.num_bytes for stage in self.stages.values())
+        finished = sum(total.nbytes for of_stage in list(self._reduced.values()) for total in of_stage.values())
+        return gathered + finished + sum(stage.gradients.num_bytes for stage in self.stages.values())
 
     def _held(self) -> list[Held]:
         """What this rank holds, stage by stage, and which of it enters the norm: replicas over tp, second replicas of

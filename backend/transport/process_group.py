@@ -76,6 +76,8 @@ class ProcessGroupTransport(Transport):
         self._store = own_part(store, world_size)
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._has_default_group = False
+        # Groups inside the user's default group, which outlives us.
+        self._torch_groups: list[Any] = []
         self._parent: Any = None
         self.given: GivenGroups | None = None
         """The groups that the user brings."""
@@ -89,13 +91,14 @@ class ProcessGroupTransport(Transport):
             return self._gloo(store, rank, len(ranks))
 
     def open_default_group(self) -> None:
-        """Makes torch's default process group of all ranks, for those parts of torch that know no other;
-        closing the transport ends it.
+        """Torch's default process group of all ranks, for those parts of torch that know no other: that which the user
+        has made, or a new one, which closing the transport ends.
 
-        All ranks call it together. Raises `TransportError` where this process has a default group.
+        All ranks call it together. Raises `TransportError` where the user's joins others, or is for another device.
         """
         if dist.is_initialized():
-            raise TransportError(f"{self}: this process has a default process group already, which somebody else made.")
+            self._check_default_group()
+            return
         with _named(f"rank {self.global_rank}, connecting torch's default group"):
             store = dist.PrefixStore("default", self._store)
             dist.init_process_group(
@@ -103,10 +106,35 @@ class ProcessGroupTransport(Transport):
             )
         self._has_default_group = True
 
+    def _check_default_group(self) -> None:
+        """Whether the user's default group can be used."""
+        found, wanted = (dist.get_rank(), dist.get_world_size()), (self.global_rank, self.world_size)
+        if found != wanted:
+            raise TransportError(
+                f"{self}: torch's default process group makes this process rank {found[0]} of {found[1]}, but the plan "
+                f"rank {wanted[0]} of {wanted[1]}. Call init_process_group with the plan's ranks, or leave it to us."
+            )
+        config = dist.get_backend_config()
+        if f"{self.device.type}:" not in config:
+            raise TransportError(
+                f"{self}: torch's default process group ({config}) moves no tensors of {self.device}. Call "
+                f'init_process_group("{self.backend}"), or leave it to us.'
+            )
+
+    def torch_groups(self, members: Sequence[Sequence[int]]) -> list[Any]:
+        """Torch's own groups of ranks inside its default group, which closing the transport ends. All ranks call it
+        together, after `open_default_group`."""
+        made = [dist.new_group(list(ranks)) for ranks in members]
+        if not self._has_default_group:
+            self._torch_groups += made
+        return made
+
     def close(self) -> None:
         super().close()
         parent, self._parent = self._parent, None
         _shut_down(parent)
+        while self._torch_groups:
+            dist.destroy_process_group(self._torch_groups.pop())
         if self._has_default_group:
             self._has_default_group = False
             dist.destroy_process_group()

@@ -86,7 +86,7 @@ def _gathers(plan: Plan, schedule: Schedule) -> Changes:
 
 def _sums(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:
     """Gradients that grow with the first backward and go with the step. Exact numerics hold one sum per finished
-    node of the batch tree."""
+    node of the batch tree, and where REDUCE_GRAD puts them together one."""
     actions = schedule.actions
     change = np.zeros(len(actions.kind), dtype=np.int64)
     if not profile.growing_gradients:
@@ -103,7 +103,12 @@ def _sums(plan: Plan, schedule: Schedule, profile: MemoryProfile) -> Changes:
         )
         counts = _num_sums(plan, actions, where)
         change[where] = size * np.diff(counts, prepend=0)
-        of_rank[pp_rank] += size * (counts[-1] if len(counts) else 0)
+        left = int(counts[-1]) if len(counts) else 0
+        reduces = np.flatnonzero((actions.kind == Kind.REDUCE_GRAD) & (rank == pp_rank) & (actions.stage == owned))
+        if left and len(reduces):
+            change[reduces[-1]] = size * (1 - left)
+            left = 1
+        of_rank[pp_rank] += size * left
     steps = actions.kind == Kind.STEP
     change[steps] -= of_rank[rank[steps]]
     before = _before(schedule, change)

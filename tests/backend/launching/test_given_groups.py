@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from helpers.plans import plan
+from helpers.plans import plan, product_plan
 from shardproof.backend.trainer import Trainer
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.plan.sections import DataParallel
 
 RANK = """
 import json, sys
@@ -61,7 +64,11 @@ Transport.group = noted
 result = fit({"tp": own, "dp": alone})
 found["numbers"] = [number.hex() for number in (*result.losses, *result.grad_norms)]
 found["brought"] = [name for name, is_own in opened if is_own]
-dist.all_reduce(torch.ones(1), group=own)  # it is the user's still
+# fully_shard in the user's default group
+sharded = Trainer(Plan.from_toml(open(sys.argv[2]).read())).fit()
+found["sharded"] = [*sharded.losses, *sharded.grad_norms]
+dist.all_reduce(torch.ones(1), group=own)  # it is the user's still, and so is the default group
+dist.all_reduce(torch.ones(1))
 if rank == 0:
     print(json.dumps(found))
 dist.destroy_process_group()
@@ -72,9 +79,11 @@ def test_groups_of_the_user_are_used_where_they_are_right(tmp_path: Path) -> Non
     small = plan(Layout(tp=2), samples=2, steps=2)
     (tmp_path / "plan.toml").write_text(small.to_toml())
     (tmp_path / "rank.py").write_text(RANK)
+    copies = product_plan(dp=2, zero=3, samples=2, steps=2, dtype="fp32")
+    (tmp_path / "torch.toml").write_text(replace(copies, data_parallel=DataParallel(library="torch")).to_toml())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(tmp_path / "rank.py"), str(tmp_path / "plan.toml")],
+        [*command, *(str(tmp_path / name) for name in ("rank.py", "plan.toml", "torch.toml"))],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -92,6 +101,8 @@ def test_groups_of_the_user_are_used_where_they_are_right(tmp_path: Path) -> Non
     assert found["brought"] == ["tp/0"]
     alone = Trainer(plan(Layout(), samples=2, steps=2), transport="memory").fit()
     assert found["numbers"] == [number.hex() for number in (*alone.losses, *alone.grad_norms)]
+    whole = Trainer(replace(copies, layout=Layout(), cluster=cluster_preset("this-host", 1)), transport="memory").fit()
+    assert found["sharded"] == pytest.approx([*whole.losses, *whole.grad_norms], rel=1e-5)
 
 
 def test_groups_need_a_process_that_is_a_rank() -> None:

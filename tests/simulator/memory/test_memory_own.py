@@ -17,6 +17,8 @@ from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.plan.sections import Batch, Numerics, Precision
 from shardproof.core.schedule import lower
+from shardproof.core.schedule.action import Kind
+from shardproof.simulator.memory.changes import all_changes
 from shardproof.simulator.memory.memory import rank_memories
 from shardproof.simulator.memory.own import own_step_bytes
 from shardproof.simulator.memory.peaks import peaks_by_action, peaks_by_state
@@ -63,6 +65,16 @@ def test_without_copies_the_step_holds_gradients_once():
         # where the sums are on other ranks (ZeRO), what comes
         assert own_step_bytes(plan_of(Layout(), mode=mode), 0, (0,), 0) == gradients
         assert own_step_bytes(plan_of(Layout(), mode=mode), 0, (0,), gradients) == 0
+
+
+def test_a_copy_whose_samples_end_as_several_sums_has_one_of_each_once_they_are_reduced():
+    plan = replace(plan_of(Layout(dp=2), mode="exact"), batch=Batch(6, 1, 8))
+    schedule = lower(schedule_for(plan))
+    _, _, sums = all_changes(plan, schedule, profile_of(plan).memory)
+    (size,) = (each.gradients_bytes for each in stage_sizes(plan))
+    held = {name: sums.during[schedule.actions.kind == kind].tolist() for name, kind in Kind.__members__.items()}
+    # of six samples a copy has the first three: of the tree over all the nodes [0, 2) and [2, 3)
+    assert held["REDUCE_GRAD"] == [2 * size] and held["STEP"] == [size]
 
 
 def test_a_tied_table_is_held_twice_more_where_its_ends_lie_on_two_ranks():
