@@ -368,6 +368,8 @@ class Transport(ABC):
         self.device = device
         self.recorder = recorder or Recorder()
         self.watch = RankWatch(global_rank, board)
+        self.is_work_of_streams = False
+        """Whether every call is work of a GPU's streams alone, as a captured step needs it: the host has no part."""
         self.communicators = Communicators()
         """How NCCL opens what is opened from now on."""
         self._opened: dict[str, Group | Channel] = {}

@@ -73,6 +73,7 @@ class ProcessGroupTransport(Transport):
             )
         super().__init__(global_rank, world_size, device, recorder, board)
         self.backend = backend
+        self.is_work_of_streams = backend == "nccl"
         self._store = own_part(store, world_size)
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._has_default_group = False

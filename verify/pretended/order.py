@@ -24,6 +24,7 @@ RULES = {
     "other-than-program": "a rank computes or sends something else in an action than `core/program` says",
     "without-action": "a call of a step belongs to no action, though the program has none outside of actions",
     "split-differs": "ranks split communicators in another order, or into others, than they expect",
+    "shared-stream": "torch's pool had no stream left, and gave one that a communicator or lane has already",
     "given-up": "a call's peers did not come, so that the run would hang",
     "circle": "calls wait for each other in a circle, whatever runs at the same time (`circles`)",
     "launch-circle": "they do where the device runs one call at a time, in the order of launches (`circles`)",
@@ -205,6 +206,9 @@ def _of_rank(rank: RankCalls) -> Iterator[OrderFault]:
         first = min(rank.given_up, key=list(calls).index)
         said = f"communicator {first[0]!r}, call {first[1]}: {calls[first]}: its peers did not come"
         yield OrderFault("given-up", (rank.rank,), said)
+    if rank.shared:
+        more = f", and {len(rank.shared) - 1} streams more" * (len(rank.shared) > 1)
+        yield OrderFault("shared-stream", (rank.rank,), rank.shared[0] + more)
     for notice in rank.noticed:
         rule, _, what = notice.partition(": ")
         yield OrderFault(rule, (rank.rank,), what)

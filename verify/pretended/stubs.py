@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -50,7 +51,10 @@ def install(torch: Any) -> None:
 
     class Stream(torch.Stream):
         def __new__(cls, device: Any = None, priority: int = 0) -> Any:
-            return super().__new__(cls, device=_device(torch, device))
+            made = super().__new__(cls, device=_device(torch, device), priority=priority)
+            number = ctypes.c_int64(made.stream_id)
+            library.pretended_write(b"stream", number, _place().encode(), b"", b"")  # one of a pool: maybe not the first
+            return made
 
     class Event(torch.Event):
         def __new__(cls, enable_timing: bool = False, external: bool = False, **others: Any) -> Any:
@@ -152,11 +156,14 @@ ROOT = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 @ctypes.CFUNCTYPE(None)
 def _say_place() -> None:
     """Tells the library from where in the package the calling thread waits: `backend/ranks/totals.py:norm`."""
+    library.pretended_place(_place().encode())
+
+
+def _place() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None and (not frame.f_code.co_filename.startswith(ROOT) or frame.f_globals is globals()):
         frame = frame.f_back
-    place = "" if frame is None else f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_code.co_name}"
-    library.pretended_place(place.encode())
+    return "" if frame is None else f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_code.co_name}"
 
 
 def _ours(module: str) -> Any:
@@ -328,6 +335,8 @@ class ProcessGroupNCCL:
     """As torch's: calls are queued in a stream of the communicator, after what the current stream has. The bytes go
     over gloo meanwhile. The log has each communicator with its members and options, and each call (`order`)."""
 
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
     class Options:
         """As torch's; the log has what was set."""
 
@@ -348,8 +357,8 @@ class ProcessGroupNCCL:
         carrier._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         carrier._timeout, carrier._threads = options._timeout, 1
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("pretended", store), rank, size, carrier)
-        self._stream = torch.cuda.Stream()
-        self._number = 0
+        self._stream = torch.cuda.Stream(priority=-1 if options.is_high_priority_stream else 0)
+        self._communicator, self._number = next(self._numbers), 0
         self.options = options
         opened = {
             "name": options.group_name,
@@ -409,8 +418,8 @@ class ProcessGroupNCCL:
         self._note("call", {"op": op, "dtype": dtype, "bytes": tensor.element_size(), "count": tensor.numel(), **more})
 
     def _note(self, kind: str, what: dict[str, Any]) -> None:
-        stream = ctypes.c_int64(self._stream.stream_id)
-        library.pretended_write(kind.encode(), stream, json.dumps(what).encode(), b"", b"")
+        stream, said = ctypes.c_int64(self._stream.stream_id), {"communicator": self._communicator, **what}
+        library.pretended_write(kind.encode(), stream, json.dumps(said).encode(), b"", b"")
 
     def _call(self, op: str, reads: Sequence[Any], writes: Sequence[Any], carry: Callable[[Any, Any], Any]) -> Work:
         import torch

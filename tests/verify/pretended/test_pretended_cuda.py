@@ -86,6 +86,34 @@ def test_on_cuda_a_bf16_weight_gradient_is_added_to_its_fp32_sum_without_roundin
     assert done.stdout == "right\n", done.stderr
 
 
+STREAMS = """
+import torch
+from shardproof.backend.base.streams import LaneStreams
+device = torch.device("cuda:1")
+lanes = LaneStreams(device)
+
+def number(name):
+    with lanes.of(name):
+        return torch.cuda.current_stream(device).stream_id
+
+first = [number("recv_F:0"), number("send_F:2")]
+assert len(set(first)) == 2
+pool = [torch.cuda.Stream(device).stream_id for _ in range(32)]
+high = torch.cuda.Stream(device, priority=-1).stream_id
+assert len(set(pool)) == 32 and pool[-2:] == first and high not in pool, (first, pool, high)
+assert torch.cuda.Stream("cuda:2").stream_id not in pool
+for step in range(40):
+    assert [number("recv_F:0"), number("send_F:2")] == first
+print("right")
+"""
+
+
+def test_torch_has_32_streams_and_a_lane_keeps_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STREAMS]
+    done = subprocess.run(command, env=dict(environment(tmp_path)), capture_output=True, text=True)
+    assert done.stdout == "right\n", done.stderr
+
+
 def test_a_process_without_the_environment_has_no_cuda() -> None:
     import torch
 
