@@ -66,6 +66,8 @@ class Group(ABC):
         self._global_rank = global_rank
         self._recorder = recorder
         self._is_open = True
+        self.is_brought = False
+        """Whether it is a group of the user's."""
 
     @property
     def recorder(self) -> Recorder:

@@ -178,9 +178,9 @@ class ProcessGroup(Group):
     ):
         super().__init__(name, axis, ranks, transport.global_rank, transport.recorder)
         self._device = transport.device
-        self._is_brought = brought is not None
+        self.is_brought = brought is not None
         self._process_group = brought
-        if self.size > 1 and not self._is_brought:
+        if self.size > 1 and not self.is_brought:
             self._process_group = transport.connect(name, axis, self.ranks)
 
     def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
@@ -243,7 +243,7 @@ class ProcessGroup(Group):
 
     def _end(self) -> None:
         process_group, self._process_group = self._process_group, None
-        if not self._is_brought:
+        if not self.is_brought:
             _shut_down(process_group)
 
 
