@@ -21,8 +21,8 @@ class LaneStreams:
     """The streams of a rank's lanes, by name: each is made once, and is the lane's in every step.
 
     torch makes none: it hands out streams of a pool of 32 for each device and priority, one after the other and then
-    the first again (`c10/cuda/CUDAStream.h`), to NCCL's process groups too. Two lanes that have one stream do their work
-    in an order that nobody meant, and that NCCL cannot see.
+    the first again (`c10/cuda/CUDAStream.h`), to NCCL's process groups too. Two lanes that have one stream do their
+    work in an order that nobody meant, and that NCCL cannot see.
     """
 
     def __init__(self, device: torch.device):

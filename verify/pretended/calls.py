@@ -11,6 +11,7 @@ from typing import Any
 
 from .log import Entry
 from .races import Clock, Streams
+from .registered import Registered, Registrations
 
 MESSAGES = ("send", "recv")
 
@@ -93,8 +94,8 @@ class Asked:
 @dataclass(frozen=True)
 class RankCalls:
     """What a rank gave to communicators, in the order of its log. `given_up` are calls whose peers did not come,
-    `noticed` what the rank itself found, and `ended` says that it came to its end. `shared` says of each stream that was
-    handed out more than once who has it."""
+    `noticed` what the rank itself found, and `ended` says that it came to its end. `shared` says of each stream that
+    was handed out more than once who has it."""
 
     rank: int
     communicators: tuple[Communicator, ...]
@@ -104,6 +105,7 @@ class RankCalls:
     noticed: tuple[str, ...] = ()
     ended: bool = True
     shared: tuple[str, ...] = ()
+    registered: Registered = Registered()
 
 
 @dataclass
@@ -136,6 +138,7 @@ class _Reader:
         self.given_up: list[Place] = []
         self.noticed: list[str] = []
         self.ended = False
+        self.registrations = Registrations()
 
     def read(self, entry: Entry) -> None:
         """One line of the log."""
@@ -146,6 +149,12 @@ class _Reader:
                 self.details[entry.thread] = json.loads(entry.name)
             case "stream":
                 self.owners[entry.stream].append(entry.name)
+            case "in pool" | "free":
+                self.registrations.read(entry, "")
+            case "register" | "deregister" | "shut down":
+                # of one that was opened before the rank's log begins nothing is known
+                if (known := self.communicators.get(json.loads(entry.name)["communicator"])) is not None:
+                    self.registrations.read(entry, known.key)
             case "op":
                 self.streams.gives(entry)
             case "collective":
@@ -155,8 +164,8 @@ class _Reader:
                 self._close(entry.thread)
                 self.open[entry.thread] = _Open(entry.name, entry.label)
             case "recorded":
-                if (known := self.open.get(entry.thread)) is not None:
-                    known.recorded_bytes = (known.recorded_bytes or 0) + int(entry.name)
+                if (asked := self.open.get(entry.thread)) is not None:
+                    asked.recorded_bytes = (asked.recorded_bytes or 0) + int(entry.name)
             case "given up":
                 said = json.loads(entry.name)
                 self.given_up.append((self.communicators[said["communicator"]].key, said["number"]))
@@ -179,6 +188,7 @@ class _Reader:
             tuple(self.noticed),
             self.ended,
             tuple(f"stream {stream}: {', '.join(of)}" for stream, of in self.owners.items() if len(of) > 1),
+            self.registrations.found(),
         )
 
     def _opens(self, entry: Entry) -> None:
@@ -215,13 +225,14 @@ class _Reader:
             None if known is None or details["op"] in MESSAGES else known.group,
         )
         given.append(clock[entry.stream])
+        self.registrations.calls_with(communicator.key, entry)
         self.launched[entry.thread] = call.place
         self.calls.append(call)
         if known is not None and call.op not in MESSAGES:
             known.calls.append(call)
 
     def _after(self, clock: Clock, own: Communicator) -> tuple[Place, ...]:
-        """The last calls that a stream comes after, of each other communicator: also of one that has the same stream."""
+        """The last calls that a stream comes after, of each other communicator, of one that has the same stream too."""
         over = {
             self.communicators[number].key: bisect_right(given, clock.get(stream, 0)) - 1
             for number, (stream, given) in self.places.items()

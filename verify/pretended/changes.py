@@ -237,6 +237,9 @@ PLANS = {
     "tp2-offload": TOP.format(model="num_layers = 4", ranks=2, layout="tp = 2", data="").replace(
         "[train]", "[offload]\nactivations = 3\noptimizer = 1.0\n[train]"
     ),
+    "dp2-registered": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 2", data=EARLY)
+    .replace('"exact"', '"fast"')
+    .replace("[train]", '[communicators]\nregistered = ["dp"]\n[train]'),
     "pairs-offload": TOP.format(model="num_layers = 8", ranks=4, layout="tp = 2\npp = 2\nvpp = 2", data="")
     .replace("global = 4", "global = 8")
     .replace(

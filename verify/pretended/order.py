@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .calls import MESSAGES, Call, RankCalls
+from .registered import RULES as REGISTERED_RULES
+from .registered import registration_faults
 
 RULES = {
     "call-differs": "the calls of a communicator's members differ in kind, format, action or layer, number by number",
@@ -26,6 +28,7 @@ RULES = {
     "split-differs": "ranks split communicators in another order, or into others, than they expect",
     "shared-stream": "torch's pool had no stream left, and gave one that a communicator or lane has already",
     "given-up": "a call's peers did not come, so that the run would hang",
+    **REGISTERED_RULES,
     "circle": "calls wait for each other in a circle, whatever runs at the same time (`circles`)",
     "launch-circle": "they do where the device runs one call at a time, in the order of launches (`circles`)",
     "does-not-fit": "calls that may have to run at the same time need more multiprocessors than there are (`circles`)",
@@ -62,6 +65,7 @@ def faults(ranks: Sequence[RankCalls]) -> list[OrderFault]:
         *_splits(ranks),
         *_among_peers(ranks),
         *(fault for rank in ranks for fault in _of_rank(rank)),
+        *(OrderFault(*fault) for fault in registration_faults({rank.rank: rank.registered for rank in ranks})),
     ]
     whole = all(rank.ended for rank in ranks)
     return [fault for fault in found if whole or fault.rule not in UNENDED]

@@ -45,7 +45,7 @@ def install(torch: Any) -> None:
     """Puts what is missing into `torch.cuda` and `torch.distributed`, once torch is loaded."""
     import torch.distributed as dist
 
-    for name in ("capture_begin", "capturing", "call", "go_on", "new_pool", "memory", "memories"):
+    for name in ("capture_begin", "capturing", "call", "go_on", "new_pool", "memory", "memories", "allocate_from"):
         getattr(library, f"pretended_{name}").restype = ctypes.c_int64
     library.pretended_capture_end.restype = library.pretended_replay.restype = ctypes.c_char_p
 
@@ -53,7 +53,7 @@ def install(torch: Any) -> None:
         def __new__(cls, device: Any = None, priority: int = 0) -> Any:
             made = super().__new__(cls, device=_device(torch, device), priority=priority)
             number = ctypes.c_int64(made.stream_id)
-            library.pretended_write(b"stream", number, _place().encode(), b"", b"")  # one of a pool: maybe not the first
+            library.pretended_write(b"stream", number, _place().encode(), b"", b"")  # of a pool: others may have it
             return made
 
     class Event(torch.Event):
@@ -143,6 +143,15 @@ def install(torch: Any) -> None:
             graph.capture_end()
         library.pretended_capture_is_over(ctypes.c_int64(graph.number))
 
+    @contextlib.contextmanager
+    def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+        before = library.pretended_allocate_from(ctypes.c_int64(pool.number))
+        try:
+            yield
+        finally:
+            library.pretended_allocate_from(ctypes.c_int64(before))
+
+    cuda.MemPool, cuda.use_mem_pool = MemPool, use_mem_pool
     cuda.CUDAGraph, cuda.graph = CUDAGraph, captured
     cuda.graph_pool_handle = lambda: (0, library.pretended_new_pool())
     cuda.is_current_stream_capturing = lambda: CUDAGraph.of(torch.accelerator.current_stream()) is not None
@@ -209,6 +218,21 @@ def _device(torch: Any, device: Any) -> Any:
     """The device meant: the current one where none is said, or no number."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
     return found if found.index is not None else torch.device("cuda", torch.accelerator.current_device_index())
+
+
+class MemPool:
+    """As torch's: memory that is given to nobody else. The log has what is allocated from it."""
+
+    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
+
+    def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False):
+        assert allocator is not None, "a pool that NCCL is to know takes memory of NCCL's allocator"
+        self.number = next(self._numbers)
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """Its id."""
+        return 0, self.number
 
 
 class CUDAGraph:
@@ -358,7 +382,7 @@ class ProcessGroupNCCL:
         carrier._timeout, carrier._threads = options._timeout, 1
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("pretended", store), rank, size, carrier)
         self._stream = torch.cuda.Stream(priority=-1 if options.is_high_priority_stream else 0)
-        self._communicator, self._number = next(self._numbers), 0
+        self._communicator, self._number, self._position = next(self._numbers), 0, rank
         self.options = options
         opened = {
             "name": options.group_name,
@@ -377,8 +401,28 @@ class ProcessGroupNCCL:
     def eager_connect_single_device(self, device: Any) -> None:
         """It is connected."""
 
+    mem_allocator = "pretended ncclMemAlloc"
+
+    def rank(self) -> int:
+        """Its position."""
+        return self._position
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Whether the device has multicast."""
+        return os.environ.get("SHARDPROOF_PRETENDED_MULTICAST") != "none"
+
+    def register_mem_pool(self, pool: MemPool, symm: bool = False) -> None:
+        """The log has it."""
+        self._note("register", {"pool": pool.number, "symmetric": symm})
+
+    def deregister_mem_pool(self, pool: MemPool) -> None:
+        """The log has it."""
+        self._note("deregister", {"pool": pool.number})
+
     def shutdown(self) -> None:
-        """Nothing is left to end."""
+        """The log has it."""
+        self._note("shut down", {})
+        library.pretended_flush()
 
     def alltoall_base(self, out: Any, given: Any, out_counts: Sequence[int], counts: Sequence[int]) -> Work:
         """As torch's."""

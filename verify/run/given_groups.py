@@ -29,6 +29,7 @@ def groups_by_axis(plan: Plan) -> dict[str, list[list[int]]]:
     ascend in the layout."""
     layout: Layout = plan.layout
     found = {axis: layout.groups(axes) for axis, axes in DENSE.items()}
+    found["dp"] = [sorted(members, key=lambda rank: _data_place(layout, rank)) for members in found["dp"]]
     if plan.model.is_moe:
         found |= {axis: layout.expert_groups(axes) for axis, axes in OF_EXPERTS.items()}
     return {
@@ -36,6 +37,12 @@ def groups_by_axis(plan: Plan) -> dict[str, list[list[int]]]:
         for axis, groups in found.items()
         if len(groups[0]) > 1 and all(members == sorted(members) for members in groups)
     }
+
+
+def _data_place(layout: Layout, global_rank: int) -> tuple[int, int]:
+    """Where a rank stands among those of its data-parallel group, whose fastest axis is cp in every order."""
+    at = layout.coordinates(global_rank)
+    return at["dp"], at["cp"]
 
 
 def can_be_given(plan: AnyPlan) -> bool:

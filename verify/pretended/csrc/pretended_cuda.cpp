@@ -84,6 +84,7 @@ struct Memory {
 };
 
 std::unordered_map<const void*, const Memory*> memories;  // by where they begin; under `mutex`
+thread_local int64_t mem_pool = 0;  // the pool that this thread allocates from; 0 is everybody's
 thread_local int next_shared = -1;  // the file that this thread's next allocation maps, for other processes to map it too
 
 void release_as(const char* kind, void* context) {
@@ -138,6 +139,7 @@ struct PretendedAllocator final : c10::Allocator {
     auto* graph = capture_of(here(), "an allocation");
     const int shared = std::exchange(next_shared, -1);
     auto* memory = allocate_as("allocate", num_bytes, graph && shared < 0 ? graph->pool : nullptr, shared);
+    if (mem_pool) write("in pool", here(), std::to_string(memory->id), "", "", std::to_string(mem_pool) + ":" + std::to_string(num_bytes));
     if (memory->pool) {
       std::lock_guard<std::recursive_mutex> held(graph_mutex);
       memory->pool->blocks[memory->id] = {memory->data, num_bytes, graph->id, false};
@@ -555,6 +557,7 @@ int64_t pretended_memories(int64_t* numbers, int64_t room) {
   }
   return memories.size();
 }
+int64_t pretended_allocate_from(int64_t pool) { return std::exchange(mem_pool, pool); }
 void pretended_share(int file) { next_shared = file; }
 void pretended_write(const char* kind, int64_t stream, const char* name, const char* reads, const char* writes) { write(kind, stream, name, reads, writes); }
 void pretended_label(const char* text) { label = text; }
