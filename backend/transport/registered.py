@@ -1,8 +1,8 @@
 """`RegisteredRooms`: memory that NCCL's communicators know before they are called, so that peers and switches read and
 write it where it lies (NCCL's user guide, "User Buffer Registration").
 
-A communicator whose calls come again and again has two rooms, one for what it sends and one for what it receives, in one
-pool of NCCL's own allocator. What NCCL and torch ask for decides how:
+A communicator whose calls come again and again has two rooms, one for what it sends and one for what it receives, in
+one pool of NCCL's own allocator. What NCCL and torch ask for decides how:
 
 - Source and destination are both registered, and on all members or on none: members agree on it, once, through a store.
 - Offsets in the memory are the same on all members: rooms have sizes that members agree on too.
@@ -77,7 +77,10 @@ class RegisteredRooms:
             for name, group in process_groups.items()
             if (rooms := self.by_name.get(name)) is not None and rooms.sent_bytes and rooms.sent is None
         }
-        agreed = [name for name, group in wanted.items() if self._agreed(name, group, members[name], store)]
+        store = dist.PrefixStore("registered", store)
+        for name, group in wanted.items():
+            store.set(f"{name}/{group.rank()}", json.dumps(self._said(name, group)))
+        agreed = [name for name in wanted if self._agreed(name, members[name], store)]
         if not agreed:
             return
         pool = torch.cuda.MemPool(wanted[agreed[0]].mem_allocator)
@@ -111,18 +114,19 @@ class RegisteredRooms:
             names.setdefault(why, []).append(name)
         return tuple(f"buffers of {named(found)} are not registered: {why}." for why, found in names.items())
 
-    def _agreed(self, name: str, process_group: Any, ranks: Sequence[int], store: dist.Store) -> bool:
+    def _said(self, name: str, process_group: Any) -> dict[str, Any]:
+        """Why this rank cannot, and the sizes that must be those of all members: with windows, which are of whole
+        segments, of all that lies in the pool."""
+        rooms = list(self.by_name.values()) if self.symmetric else [self.by_name[name]]
+        sizes = [size for each in rooms for size in (each.sent_bytes, each.received_bytes)]
+        return {"why": why_not_by(process_group, self.device), "sizes": sizes}
+
+    def _agreed(self, name: str, ranks: Sequence[int], store: dist.Store) -> bool:
         """Whether all members of a group can, with rooms of one size."""
-        own = why_not_by(process_group, self.device)
-        rooms = self.by_name[name]
-        sizes = [rooms.sent_bytes, rooms.received_bytes]
-        # windows are of whole segments, so all that lies in the pool has to be of one size
-        sizes += [each.sent_bytes + each.received_bytes for each in self.by_name.values()] if self.symmetric else []
-        store = dist.PrefixStore(f"registered/{name}", store)
-        store.set(str(process_group.rank()), json.dumps({"why": own, "sizes": sizes}))
-        said = [json.loads(store.get(str(member))) for member in range(len(ranks))]
+        said = [json.loads(store.get(f"{name}/{member}")) for member in range(len(ranks))]
         whys = (f"rank {rank}: {each['why']}" for rank, each in zip(ranks, said, strict=True) if each["why"])
-        why = next(whys, "members need rooms of several sizes" if any(each["sizes"] != sizes for each in said) else "")
+        differ = any(each["sizes"] != said[0]["sizes"] for each in said)
+        why = next(whys, "members need rooms of several sizes" if differ else "")
         if why:
             self.reasons[name] = why
         return not why

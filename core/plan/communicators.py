@@ -11,8 +11,8 @@ AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 """What communicators join: the axes of a layout, `pp` being messages between stages, and those of experts."""
 
 REGISTERED = ("dp", "edp")
-"""Axes whose collectives of a step have buffers that they use again: gradient buckets and weights that are gathered. What
-tensor and context parallelism gather is an activation, whose life is autograd's, so none of it is kept."""
+"""Axes whose collectives of a step have buffers that they use again: gradient buckets and weights that are gathered.
+What tensor and context parallelism gather is an activation, whose life is autograd's, so none of it is kept."""
 
 MOST_CTAS = 64
 """NCCL has no more channels than this (`MAXCHANNELS`), and a thread block for each."""
@@ -71,10 +71,10 @@ class Communicators(Bounded, section="communicators"):
         "with NCCL: axes whose buffers lie in memory that communicators know beforehand",
         default=(),
         choices=REGISTERED,
-        more="Gradient buckets in fast numerics, and weights that ZeRO gathers, go through one pool of NCCL's allocator "
-        "(Megatron-LM's `--use-nccl-ub`), where torch and all GPUs of a group can; `train` says where not. A "
-        "communicator takes up to twice its largest bucket, which no other tensor uses. Neither that memory nor the time "
-        "saved is modelled.",
+        more="Gradient buckets in fast numerics, and weights that ZeRO gathers, go through one pool of NCCL's "
+        "allocator (Megatron-LM's `--use-nccl-ub`), where torch and all GPUs of a group can; `train` says where not. "
+        "A communicator takes up to twice its largest bucket, which no other tensor uses. Neither that memory nor the "
+        "time saved is modelled.",
         read_by="backend.transport.process_group",
     )
     symmetric: bool = option(

@@ -150,8 +150,9 @@ def matrix_space(max_ranks: int = MAX_RANKS) -> Space:
             {**plain, "problem": next(name for name, problem in PROBLEMS.items() if problem.is_moe)},
         ),
         features=features,
-        admits=lambda row: isinstance(plan := plan_of(row, max_ranks), Plan)
-        and (row["groups"] == "ours" or can_be_given(plan)),
+        admits=lambda row: (
+            isinstance(plan := plan_of(row, max_ranks), Plan) and (row["groups"] == "ours" or can_be_given(plan))
+        ),
         too_large=lambda row: plan_of(row, max_ranks) is None,
         cost=_cost,
         group=reference_of,

@@ -105,7 +105,7 @@ class RankCalls:
     noticed: tuple[str, ...] = ()
     ended: bool = True
     shared: tuple[str, ...] = ()
-    registered: Registered = Registered()
+    registered: Registered = field(default_factory=Registered)
 
 
 @dataclass
