@@ -99,7 +99,8 @@ def dry_run_report(plan: AnyPlan, transports: Sequence[GroupTransport], products
     `peak_memory_bytes`, `peak_memory_action` and `memory_bytes` of each rank, `samples` [lo, hi) of all of them and
     `num_samples` of each, `num_actions`, `first_actions`. `ranks` has every rank with its own coordinates and samples,
     in a world of up to `MOST_RANKS_LISTED` ranks; in a larger one it is empty. A plan of modules names the `module` in
-    all three. `transports` has for each kind of groups `axis`, `group_size`, `num_groups`, `transport` and `why`.
+    all three. `transports` has for each kind of groups `axis`, `group_size`, `num_groups`, `transport`, `why` and
+    `buffers`.
     """
     groups = list(rank_groups(plan))
     ranks = [rank for group in groups for rank in _single(plan, group)] if plan.world_size <= MOST_RANKS_LISTED else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,7 +20,8 @@ EXPERT_GRIDS = {"etp": "tp", "ep": "ep", "edp": "dp"}
 
 @dataclass(frozen=True)
 class GroupTransport:
-    """Groups of one kind and size with one transport. `why` goes on after "since"."""
+    """Groups of one kind and size with one transport. `why` goes on after "since". `buffers` says what becomes of
+    those that the plan wants registered; empty where it wants none."""
 
     module: str | None
     axis: str
@@ -27,11 +29,13 @@ class GroupTransport:
     num_groups: int
     transport: str
     why: str
+    buffers: str = ""
 
     def __str__(self) -> str:
         groups = f"{self.num_groups:,} group{'s' * (self.num_groups > 1)} of {self.group_size:,}"
         module = "" if self.module is None else f"module {self.module}, "
-        return f"{module}{self.axis}: {groups} over {self.transport}, since {self.why}"
+        buffers = f"; {self.buffers}" if self.buffers else ""
+        return f"{module}{self.axis}: {groups} over {self.transport}, since {self.why}{buffers}"
 
 
 def group_transports(plan: AnyPlan, transport: TransportName, environment: Mapping[str, str]) -> list[GroupTransport]:
@@ -44,8 +48,23 @@ def group_transports(plan: AnyPlan, transport: TransportName, environment: Mappi
             chosen = sorted(_chosen(ranks, transport, per_host) for ranks in groups)
             for (name, why), equal in groupby(chosen):
                 count = len(list(equal))
-                found.append(GroupTransport(part.name or None, axis, len(groups[0]), count, name, why))
+                buffers = _buffers(name) if axis in part.communicators.registered else ""
+                found.append(GroupTransport(part.name or None, axis, len(groups[0]), count, name, why, buffers))
     return found
+
+
+def _buffers(transport: str) -> str:
+    """What becomes of buffers that are to be registered, as far as this machine's torch says."""
+    if transport not in ("NCCL", "our kernels"):
+        return "its buffers are not registered, since only NCCL does that"
+    if importlib.util.find_spec("torch") is None:
+        return "its buffers are registered with NCCL, if torch and the GPUs can, which is not seen without torch"
+    from .transport.registered import why_not_here  # imports torch
+
+    why = why_not_here()
+    if why:
+        return f"its buffers are not registered, since {why}"
+    return "its buffers are registered with NCCL, if the GPUs of its ranks have multicast"
 
 
 def _groups(plan: Plan) -> Iterator[tuple[str, list[list[int]]]]:

@@ -8,12 +8,35 @@ the news that weights are there, carries the moment from which on it holds.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 Moment = torch.cuda.Event | None
 """When the work that a stream was given so far is over; None on a CPU."""
+
+
+class LaneStreams:
+    """The streams of a rank's lanes, by name: each is made once, and is the lane's in every step.
+
+    torch makes none: it hands out streams of a pool of 32 for each device and priority, one after the other and then
+    the first again (`c10/cuda/CUDAStream.h`), to NCCL's process groups too. Two lanes that have one stream do their
+    work in an order that nobody meant, and that NCCL cannot see.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._made: dict[str, torch.cuda.Stream] = {}
+
+    def of(self, name: str) -> AbstractContextManager[object]:
+        """Inside, the current stream is the one of this name; on a CPU nothing changes. One thread at a time asks for
+        a name."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        if name not in self._made:
+            self._made[name] = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._made[name])
 
 
 def now(device: torch.device) -> Moment:

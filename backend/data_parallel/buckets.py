@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...core.model.parameters import Parameter
 from ...core.program.buckets import Bucket, owned_interval
@@ -107,6 +106,16 @@ class FlatBucket:
         return self.rests_in_parts or self.dtype != torch.float32
 
     @property
+    def longest(self) -> int:
+        """Elements of the longest part that a rank keeps."""
+        return max(last - first for first, last in self.owned)
+
+    def want_rooms(self) -> None:
+        """Asks for the memory that weights are gathered in."""
+        num_bytes = self.longest * self.dtype.itemsize
+        self.group.want_room(num_bytes, self.group.size * num_bytes)
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of weights that are there between `gather` and `free` only."""
         return self.weights.nbytes if self.rests_in_parts else 0
@@ -187,9 +196,11 @@ class FlatBucket:
             self.weights[lo:hi] = self.updated
         if self.group.size == 1:
             return
-        longest = max(last - first for first, last in self.owned)
+        own = self.group.room(self.weights, self.longest)
+        own[: hi - lo] = self.weights[lo:hi]
+        own[hi - lo :].zero_()
         with self.group.recorder.layer(self.bucket.layer):
-            gathered = self.group.all_gather(F.pad(self.weights[lo:hi], (0, longest - (hi - lo))))
+            gathered = self.group.all_gather(own)
         for (first, last), part in zip(self.owned, gathered, strict=True):
             self.weights[first:last] = part[: last - first]
 

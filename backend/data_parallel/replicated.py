@@ -30,11 +30,18 @@ class ReplicatedStage(DataParallel):
 
     @classmethod
     def of(
-        cls, plan: Plan, stage: int, shards: Mapping[str, Shard], gradients: Gradients, copies: Group
+        cls,
+        plan: Plan,
+        stage: int,
+        shards: Mapping[str, Shard],
+        gradients: Gradients,
+        copies: Group,
+        experts: Group | None = None,
     ) -> ReplicatedStage:
-        """Reduced in the plan's buckets, where it has such."""
+        """Reduced in the plan's buckets, where it has such; `experts` are the copies of experts."""
         if are_bucketed(plan):
             gradients.reduce_in(trained_buckets(plan, stage, shards))
+        gradients.want_rooms(copies, experts)
         return cls(shards, gradients, copies)
 
     @property

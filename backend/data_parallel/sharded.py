@@ -60,6 +60,16 @@ class ShardedStage(DataParallel):
         self._late = late
         self.part_sums = self._part_sums(plan, sums, numerics, lane) if sums_are_sharded(plan) else None
         sums.reduce_in(self.gradients)
+        for each in self.weights:
+            each.want_rooms()
+        for each in flat:
+            self._want_rooms(each, numerics)
+
+    def _want_rooms(self, flat: FlatBucket, numerics: Numerics) -> None:
+        """Asks for the memory that the sums of a bucket are sent from."""
+        copies = self._copies_of(flat.bucket.is_expert)
+        early = self.part_sums is not None and self.part_sums.reduces(flat.bucket)
+        numerics.want_rooms(len(flat), copies.backwards if early else copies.shard)
 
     @property
     def pieces(self) -> Sequence[OwnedPiece]:

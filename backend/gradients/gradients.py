@@ -278,6 +278,18 @@ class Gradients:
         """How many layers share a sum."""
         return self._num_uses.get(usage.key, 0)
 
+    def want_rooms(self, copies: Group, experts: Group | None) -> None:
+        """Asks for the memory that `reduce` sends sums from over `copies`, and those of experts over theirs."""
+        dense = [key for key, usage in self._usages.items() if not usage.parameter.expert]
+        of_experts = [key for key, usage in self._usages.items() if usage.parameter.expert]
+        for keys in [keys for bucket, keys in self._buckets if not bucket.is_expert] or [dense]:
+            self._numerics.want_rooms(self._elements(keys), copies, whole=True)
+        if experts is not None and of_experts:
+            self._numerics.want_rooms(self._elements(of_experts), experts, whole=True)
+
+    def _elements(self, keys: Iterable[str]) -> int:
+        return sum(self._shapes[key].numel() for key in keys)
+
     def reduce(
         self,
         copies: Group,

@@ -57,6 +57,10 @@ class PartSums:
         self._under_way: list[tuple[str, Work]] = []
         gradients.reduce_each(self)
 
+    def reduces(self, bucket: Bucket) -> bool:
+        """Whether a bucket is reduced here."""
+        return any(each.bucket == bucket for each in self._buckets)
+
     @property
     def held(self) -> list[Tensor]:
         """Every part held now."""

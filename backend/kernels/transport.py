@@ -43,7 +43,8 @@ class KernelTransport(ProcessGroupTransport):
         names: dict[str, list[str]] = {}
         for name, reason in self.reasons.items():
             names.setdefault(reason, []).append(name)
-        return tuple(f"{self}: {named(found)} over NCCL, not our kernels: {why}." for why, found in names.items())
+        over_nccl = (f"{self}: {named(found)} over NCCL, not our kernels: {why}." for why, found in names.items())
+        return (*over_nccl, *super().notes)
 
     def _group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
         members = check_members(name, ranks, self.global_rank)

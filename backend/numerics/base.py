@@ -166,6 +166,11 @@ class Numerics(ExpertNumerics):
         """Sums over all tokens and heads, from what each rank has of its own, which `owned` says of every gradient. The
         accumulators are used up."""
 
+    def want_rooms(self, num_elements: int, group: Group, *, whole: bool = False) -> None:
+        """Asks for the memory that gradients of so many elements are sent from, in parts or `whole`, where the sums are
+        the library's."""
+        return
+
     @abstractmethod
     def reduce_gradients(
         self, gradients: Mapping[str, Accumulator], group: Group, samples_of: Callable[[int], tuple[int, int]]
@@ -191,9 +196,10 @@ class Numerics(ExpertNumerics):
         """The sum of all squares of fp32 tensors."""
 
 
-def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """All elements one tensor after the other."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def flatten(tensors: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
+    """All elements one tensor after the other, in `out` where that is given."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return torch.cat(flat) if out is None else torch.cat(flat, out=out)
 
 
 def unflatten(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

@@ -128,12 +128,12 @@ class FastNumerics(FastExpertNumerics, Numerics):
         }
         if group.size == 1 or not totals:
             return {name: total.float() for name, total in totals.items()}
-        flat = flatten(totals.values())
-        summed = (
-            group.all_reduce(flat, "sum", wide=True).float()
-            if wide
-            else group.all_reduce(flat.float(), "sum", used_up=True)
-        )
+        if wide:
+            summed = group.all_reduce(flatten(totals.values()), "sum", wide=True).float()
+        else:
+            num_elements = sum(total.numel() for total in totals.values())
+            sent = group.room(next(iter(totals.values())).new_empty(0, dtype=torch.float32), num_elements)
+            summed = group.all_reduce(flatten(totals.values(), out=sent), "sum", used_up=True)
         return unflatten(summed, {name: total.shape for name, total in totals.items()})
 
     def reduce_gradients_part(
@@ -152,7 +152,7 @@ class FastNumerics(FastExpertNumerics, Numerics):
             return flat, len(flat)
         elements = sum(each.total.numel() for each in own)
         bounds = [cut(elements, shard.size, member) for member in range(shard.size)]
-        parts = own[0].total.new_empty(shard.size, bounds[0][1])
+        parts = shard.room(own[0].total, shard.size, bounds[0][1])
         for part, (lo, hi) in zip(parts, bounds, strict=True):
             part[hi - lo :].zero_()
         first = 0
@@ -167,6 +167,13 @@ class FastNumerics(FastExpertNumerics, Numerics):
             each.held.clear()
         lo, hi = bounds[shard.rank]
         return shard.reduce_scatter(list(parts), wide=self.gradient_dtype != torch.float32), hi - lo
+
+    def want_rooms(self, num_elements: int, group: Group, *, whole: bool = False) -> None:
+        if whole and self.gradient_dtype == torch.float32:  # others are padded, and exchanged in parts
+            group.want_room(num_elements * 4, 0)
+        elif not whole:
+            num_bytes = group.size * -(-num_elements // group.size) * self.gradient_dtype.itemsize
+            group.want_room(num_bytes, num_bytes if self.gradient_dtype != torch.float32 else 0)
 
     def replicated(self, own: Tensor, copies: Copies) -> Tensor:
         """What `scattered` gave, added over those that keep equal parts."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...core.schedule.action import RECEIVES, SENDS, Action, Kind
 from ...core.schedule.placement import Placement
 from ...core.schedule.timeline import Span, message_lane
-from ..base.streams import Moment, capture_of, is_captured, now, take_over, wait_for
+from ..base.streams import LaneStreams, Moment, capture_of, is_captured, now, take_over, wait_for
 from ..watch.watch import Place, RankWatch
 
 RECV_BUFFERS = 2
@@ -69,6 +69,8 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.streams = LaneStreams(device)
+        """Of the lanes whose times it takes: a receive that waits on a shared one would hold up the products behind."""
         self._origin_s, self._origin = perf_counter(), self.mark()
 
     def restart(self) -> None:
@@ -105,11 +107,6 @@ class Clock:
     def at(self, moment_s: float) -> float:
         """Seconds since the origin at a moment of `time.perf_counter`."""
         return moment_s - self._origin_s
-
-    def own_stream(self) -> AbstractContextManager[object]:
-        """A CUDA stream for the calling thread, because a receive waiting on the shared one would hold up
-        the products behind it."""
-        return torch.cuda.stream(torch.cuda.Stream(self.device)) if self.device.type == "cuda" else nullcontext()
 
     def _finished_s(self) -> float:
         if self.device.type == "cuda":
@@ -280,7 +277,7 @@ class Lane:
 
     def _run(self) -> None:
         try:
-            with self._clock.own_stream(), torch.no_grad(), self._watch(None):
+            with self._clock.streams.of(self.name), torch.no_grad(), self._watch(None):
                 wait_for(self._begin, self._clock.device)
                 for number, action in enumerate(self._actions):
                     self._place.comes_to(number + 1)

@@ -12,7 +12,7 @@ def check_graphs(plan: Plan, transport: Transport) -> bool:
     the host: that is no work of a stream."""
     if not plan.runtime.cuda_graphs:
         return False
-    if getattr(transport, "backend", None) != "nccl":
+    if not transport.is_work_of_streams:
         raise PlanError(
             f"runtime.cuda_graphs=true needs ranks with a GPU each and NCCL between them, and these ranks compute on "
             f"{transport.device}. Use --transport nccl, or runtime.cuda_graphs=false."

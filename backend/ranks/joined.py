@@ -165,6 +165,9 @@ class ModuleTransport(Transport):
     def _channel(self, name: str, source: int, destination: int) -> Channel:
         return self._transport.channel(f"{self._module}/{name}", source, destination)
 
+    def register_rooms(self) -> None:
+        self._transport.register_rooms()
+
 
 class NamedObserver:
     """Shows an observer a module's tensors by their names in the whole: `encoder.layers.0.output`."""

@@ -129,6 +129,7 @@ class TrainingRank:
         self.data_parallel = {stage: self._data_parallel(stage) for stage in self.stages}
         if self.copies is not None and plan.offload.masters:
             self._send_masters(self.copies, plan.offload.optimizer)
+        transport.register_rooms()
         self.optimizer = ShardedAdamW(
             self._held(),
             plan.optimizer,
@@ -411,7 +412,8 @@ class TrainingRank:
                 self.plan, module, self.transport, copies, self.plan.microbatches_of(self.mesh.coordinates["dp"])
             )
         if not self.plan.layout.zero:
-            return ReplicatedStage.of(self.plan, stage, module.trained, module.gradients, copies)
+            experts = self.mesh.expert_copies(stage) if self.plan.model.is_moe else None
+            return ReplicatedStage.of(self.plan, stage, module.trained, module.gradients, copies, experts)
         used = None if self._observation is None else functools.partial(self._observation.used, stage)
         late = None if self._gather_lane is None else LateGather(module.context, self._gather_lane, used)
         held = module.trained, module.gradients

@@ -66,6 +66,8 @@ class Group(ABC):
         self._global_rank = global_rank
         self._recorder = recorder
         self._is_open = True
+        self.is_brought = False
+        """Whether it is a group of the user's."""
 
     @property
     def recorder(self) -> Recorder:
@@ -218,6 +220,16 @@ class Group(ABC):
         own = self._wide_sum(list(padded.split(width))) if width else padded
         return torch.cat(self._all_gather(own, [(width,)] * self.size))[: flat.numel()].view(tensor.shape)
 
+    def want_room(self, sent_bytes: int, received_bytes: int) -> None:
+        """Says that calls of so many bytes will come, given what `room` gives: before `Transport.register_rooms`."""
+        return
+
+    def room(self, like: Tensor, *shape: int) -> Tensor:
+        """A tensor of the format of `like` to put together what the next call sends: where the communicator has memory
+        that it knows beforehand, and enough, in that. It is used up by that call, and what an all-gather or all-to-all
+        gives back by the one after it."""
+        return like.new_empty(shape)
+
     def barrier(self) -> None:
         """Returns once every member has called it. Not recorded: it moves no data."""
         if self.size > 1:
@@ -368,6 +380,8 @@ class Transport(ABC):
         self.device = device
         self.recorder = recorder or Recorder()
         self.watch = RankWatch(global_rank, board)
+        self.is_work_of_streams = False
+        """Whether every call is work of a GPU's streams alone, as a captured step needs it: the host has no part."""
         self.communicators = Communicators()
         """How NCCL opens what is opened from now on."""
         self._opened: dict[str, Group | Channel] = {}
@@ -391,7 +405,13 @@ class Transport(ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about what this rank opened otherwise than asked."""
-        return ()
+        if not self.communicators.registered:
+            return ()
+        return (f"{self}: no buffers are registered: only NCCL does that, and this is another transport.",)
+
+    def register_rooms(self) -> None:
+        """Makes what groups have asked for by `want_room`. All ranks call it together, once."""
+        return
 
     @property
     def opened(self) -> tuple[Group | Channel, ...]:

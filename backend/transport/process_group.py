@@ -35,7 +35,8 @@ from .base import (
 from .exchanged import exchanged_all_reduce, folded
 from .given import GivenGroups
 from .interfaces import gloo_interfaces
-from .nccl_options import set_options
+from .nccl_options import plan_axis, set_options
+from .registered import RegisteredRooms, Rooms, registrations
 
 Backend = Literal["gloo", "nccl"]
 
@@ -73,12 +74,14 @@ class ProcessGroupTransport(Transport):
             )
         super().__init__(global_rank, world_size, device, recorder, board)
         self.backend = backend
+        self.is_work_of_streams = backend == "nccl"
         self._store = own_part(store, world_size)
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._has_default_group = False
         # Groups inside the user's default group, which outlives us.
         self._torch_groups: list[Any] = []
         self._parent: Any = None
+        self._rooms: RegisteredRooms | None = None
         self.given: GivenGroups | None = None
         """The groups that the user brings."""
 
@@ -129,7 +132,32 @@ class ProcessGroupTransport(Transport):
             self._torch_groups += made
         return made
 
+    def rooms_of(self, group: Group) -> Rooms | None:
+        """The rooms of a group whose buffers are to be registered, which are none yet."""
+        if self.backend != "nccl" or group.size == 1 or plan_axis(group.axis) not in self.communicators.registered:
+            return None
+        if self._rooms is None:
+            self._rooms = RegisteredRooms(self.device, self.communicators.symmetric)
+        if group.is_brought:
+            self._rooms.reasons[group.name] = "it is the user's communicator"
+            return None
+        return self._rooms.of(group.name)
+
+    def register_rooms(self) -> None:
+        if self._rooms is not None:
+            groups = [group for group in self.opened if isinstance(group, ProcessGroup)]
+            members = {group.name: group.ranks for group in groups}
+            self._rooms.open(registrations(groups), members, self._store)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.backend != "nccl":
+            return super().notes
+        return () if self._rooms is None else tuple(f"{self}: {note}" for note in self._rooms.notes)
+
     def close(self) -> None:
+        if self._rooms is not None:
+            self._rooms.close()
         super().close()
         parent, self._parent = self._parent, None
         _shut_down(parent)
@@ -205,20 +233,42 @@ class ProcessGroup(Group):
     ):
         super().__init__(name, axis, ranks, transport.global_rank, transport.recorder)
         self._device = transport.device
-        self._is_brought = brought is not None
+        self.is_brought = brought is not None
         self._process_group = brought
-        if self.size > 1 and not self._is_brought:
+        if self.size > 1 and not self.is_brought:
             self._process_group = transport.connect(name, axis, self.ranks)
+        self._rooms = transport.rooms_of(self)
+
+    @property
+    def process_group(self) -> Any:
+        """Torch's own."""
+        return self._process_group
+
+    def want_room(self, sent_bytes: int, received_bytes: int) -> None:
+        if self._rooms is not None:
+            self._rooms.want(sent_bytes, received_bytes)
+
+    def room(self, like: Tensor, *shape: int) -> Tensor:
+        num_bytes = num_elements(shape) * like.element_size()
+        memory = None if self._rooms is None else self._rooms.to_send(num_bytes)
+        return super().room(like, *shape) if memory is None else memory.view(like.dtype).view(shape)
+
+    def _to_receive(self, num_bytes: int, given: Tensor) -> Tensor:
+        """Bytes for what comes back: a room where what is sent lies in one."""
+        memory = None if self._rooms is None else self._rooms.to_receive(num_bytes, given)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device) if memory is None else memory
+
+    def _is_room(self, tensor: Tensor) -> bool:
+        return self._rooms is not None and self._rooms.to_receive(0, tensor) is not None
 
     def _all_to_all(self, parts: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
         dtype = parts[0].dtype
         outgoing = [_bytes(part) for part in parts]
         counts = [num_elements(shape) * dtype.itemsize for shape in shapes]
-        received = torch.empty(sum(counts), dtype=torch.uint8, device=self._device)
+        sent = joined(outgoing)
+        received = self._to_receive(sum(counts), sent)
         with _named(f"{self}: all_to_all"):
-            self._process_group.alltoall_base(
-                received, joined(outgoing), counts, [part.numel() for part in outgoing]
-            ).wait()
+            self._process_group.alltoall_base(received, sent, counts, [part.numel() for part in outgoing]).wait()
         return [part.view(dtype).reshape(shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
 
     def _all_gather(self, tensor: Tensor, shapes: list[Shape]) -> list[Tensor]:
@@ -229,7 +279,7 @@ class ProcessGroup(Group):
         if not tensor.numel():  # of all members: rows of no bytes begin where no element could
             return [tensor.new_empty(shape) for shape in shapes]
         mine = _bytes(tensor)
-        received = torch.empty(self.size, mine.numel(), dtype=torch.uint8, device=self._device)
+        received = self._to_receive(self.size * mine.numel(), mine).view(self.size, -1)
         with _named(f"{self}: all_gather"):
             self._process_group._allgather_base(received, mine).wait()
         return [row.view(tensor.dtype).reshape(tensor.shape) for row in received.unbind()]
@@ -242,7 +292,7 @@ class ProcessGroup(Group):
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         with _named(f"{self}: all_reduce {op}"):
             self._process_group.allreduce([result], options).wait()
-        return result
+        return contiguous_copy(result) if self._is_room(result) else result
 
     def _is_exchanged(self, payload_bytes: int) -> bool:
         return self._device.type == "cpu" and 0 < payload_bytes <= EXCHANGED_BYTES
@@ -251,12 +301,13 @@ class ProcessGroup(Group):
         if self._is_exchanged(sum(part.nbytes for part in parts)):
             return folded(self._all_to_all(parts, [tuple(parts[0].shape)] * self.size), "sum")
         flat = joined([part.reshape(-1) for part in parts])  # gloo compares the first dimensions
-        result = flat.new_empty(parts[0].numel())
+        is_room = self._is_room(flat)  # where the own part is summed where it lies
+        result = flat.view(self.size, -1)[self.rank] if is_room else flat.new_empty(parts[0].numel())
         options = dist.ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         with _named(f"{self}: reduce_scatter"):
             self._process_group._reduce_scatter_base(result, flat, options).wait()
-        return result.view(parts[0].shape)
+        return (contiguous_copy(result) if is_room else result).view(parts[0].shape)
 
     def _barrier(self) -> None:
         if self._device.type == "cuda":
@@ -269,8 +320,9 @@ class ProcessGroup(Group):
                 self._process_group.barrier().wait()
 
     def _end(self) -> None:
+        self._rooms = None
         process_group, self._process_group = self._process_group, None
-        if not self._is_brought:
+        if not self.is_brought:
             _shut_down(process_group)
 
 

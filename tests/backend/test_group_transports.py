@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from shardproof.backend.group_transports import group_transports
 from shardproof.backend.transport.base import Transport
 from shardproof.backend.transport.symmetric import heap, membership
 from shardproof.backend.transport.symmetric.shared_memory import SharedMemoryGroup
+from shardproof.core.plan.communicators import Communicators
 
 LAYOUT = Layout(tp=2, cp=2, pp=2)
 
@@ -33,6 +35,19 @@ def test_ranks_of_one_host_share_memory() -> None:
 def test_what_the_user_asks_for_is_said(transport: Any, expected: tuple[str, str]) -> None:
     for each in group_transports(training_plan(LAYOUT, sequence=32), transport, {}):
         assert each.transport == expected[0] and expected[1] in each.why
+
+
+def test_whether_buffers_are_registered_is_said_of_the_axes_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(training_plan(Layout(dp=2, tp=2)), communicators=Communicators(registered=("dp",)))
+    said = {each.axis: each.buffers for each in group_transports(plan, "gloo", {})}
+    assert said == {"tp": "", "dp": "its buffers are not registered, since only NCCL does that"}
+    monkeypatch.setattr("shardproof.backend.transport.registered.dist.is_nccl_available", lambda: False)
+    monkeypatch.delattr("shardproof.backend.transport.registered.dist.ProcessGroupNCCL", raising=False)
+    (dp,) = [str(each) for each in group_transports(plan, "nccl", {}) if each.axis == "dp"]
+    assert dp.startswith(
+        "dp: 2 groups of 2 over NCCL, since each rank has a GPU; its buffers are not registered, since "
+    )
+    assert "has no NCCL" in dp
 
 
 def test_groups_too_large_and_other_systems_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

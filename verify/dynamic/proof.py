@@ -127,6 +127,7 @@ def prove(
     references: References | None = None,
     most_ranks: int | None = None,
     device: Device | None = None,
+    brings_groups: bool = False,
     progress: Progress = lambda line: None,
 ) -> Proof:
     """Asks the static floors (`prove_static`), and where they hold runs `steps` steps of the plan (or of its twin) and
@@ -141,7 +142,8 @@ def prove(
     threads: then ranks are threads. `fault` is injected into the sharded run only. `facts` are more for the rules to
     check. `device` is where all of it is computed: with `cuda` ranks are threads that share a GPU, unless `transport`
     is nccl and each has one. `scenario` is what ranks do besides training; `references` keep what one device computes
-    for the next plan of the same problem. Plans of more than `most_ranks` are shrunk to a twin; without, as many
+    for the next plan of the same problem. With `brings_groups` ranks, which are processes, bring process groups as a
+    user may. Plans of more than `most_ranks` are shrunk to a twin; without, as many
     processes or threads run as one host has time for. Raises `PlanError` for a fault that the run cannot have, and for
     a block that cannot be trained; `RankFailure` when a rank dies, or when no rank comes further for
     `train.timeout_s`; `MissingExtraError` without torch."""
@@ -172,7 +174,8 @@ def prove(
     progress(f"one device: {steps} steps")
     reference, checked = (references or _REFERENCES).of(replace(job, plan=one))
     progress(f"{small.world_size} ranks over {transport}: {steps} steps")
-    run, differences = run_against(reference, replace(job, fault=fault), transport, progress=progress)
+    job = replace(job, fault=fault, brings_groups=brings_groups)
+    run, differences = run_against(reference, job, transport, progress=progress)
     proof = _proof(
         static, small, steps, transport, changes, reference, checked, run, differences, assumptions, products
     )

@@ -19,6 +19,7 @@ from ...core.plan.plan import Plan
 from ...core.plan.rules import broken_rules
 from ...core.plan.sections import Batch, DataParallel, Offload, Recompute, Runtime, ScheduleChoice
 from ...core.schedule import CATALOG
+from ..run.given_groups import can_be_given
 from .covering import Covering, Feature, Row, Space, cover, first_possible
 from .problems import NUM_LAYERS, PROBLEMS, TOKENS, Problem
 
@@ -97,6 +98,9 @@ OFFLOAD: Mapping[str, Offload] = {
 CUT_BY_TOKENS = ("batch", "numerics")
 """The sections of a plan that say how many tokens there are, and in what blocks."""
 
+THREAD_S, PROCESS_S = 0.2, 0.8
+"""Seconds of one core that a rank takes besides its tokens: ranks whose groups are given are processes."""
+
 BUCKET_BYTES = 2**14
 """Several buckets in every stage."""
 
@@ -121,6 +125,7 @@ FACTORS: Mapping[str, tuple[str | int, ...]] = {
     "zero": (0, 1, 2, 3),
     "shard": ("all", "some"),
     "buckets": ("one", "several", "overlapped"),
+    "groups": ("ours", "given"),
 }
 """What a layout of the matrix chooses; the first value of each is the plain one."""
 
@@ -146,7 +151,9 @@ def matrix_space(max_ranks: int = MAX_RANKS) -> Space:
             {**plain, "problem": next(name for name, problem in PROBLEMS.items() if problem.is_moe)},
         ),
         features=features,
-        admits=lambda row: isinstance(plan_of(row, max_ranks), Plan),
+        admits=lambda row: (
+            isinstance(plan := plan_of(row, max_ranks), Plan) and (row["groups"] == "ours" or can_be_given(plan))
+        ),
         too_large=lambda row: plan_of(row, max_ranks) is None,
         cost=_cost,
         group=reference_of,
@@ -203,6 +210,7 @@ def _features(values: tuple[str | int, ...]) -> tuple[Feature, ...]:
         "pipeline",
     }
     idle |= (set() if problem.is_moe else {"ep", "etp"}) | (set() if row["dp"] != 1 or row["cp"] != 1 else {"zero"})
+    idle |= {"groups"} if num_ranks(row) == 1 else set()
     named = [item for item in row.items() if item[0] not in idle]
     return (("schedule", schedule), ("pp", pp), *named, ("cuts", _cuts(row)), *problem.features)
 
@@ -248,7 +256,7 @@ def plan_of(row: Row, max_ranks: int = MAX_RANKS) -> Plan | Refusal | None:
     ranks than `max_ranks`."""
     if num_ranks(row) > max_ranks:
         return None
-    return _plan_of(_chosen(_values(row)))
+    return _plan_of(_chosen(_values({**row, "groups": FACTORS["groups"][0]})))  # of which a plan knows nothing
 
 
 @functools.cache
@@ -363,7 +371,8 @@ def _cost(row: Row, alone: bool) -> float:
     plan = plan_of(row)
     assert isinstance(plan, Plan)
     tokens_s = plan.batch.global_size * plan.batch.sequence * (3 if plan.model.is_moe else 2) / 300
-    return 0.2 * plan.layout.world_size + (2 if alone else 1) * tokens_s
+    ranks_s = (PROCESS_S if row["groups"] == "given" else THREAD_S) * plan.layout.world_size
+    return ranks_s + (2 if alone else 1) * tokens_s
 
 
 def expected_cost(row: Row) -> float:

@@ -25,7 +25,7 @@ from ...core.commands.cli import exit_code, run_program
 from ...core.commands.options import add_output, check_output, emit
 from ...core.plan.plan import AnyPlan, Plan
 from ..dynamic.proof import prove
-from ..run.proof_run import TransportName
+from ..run.proof_run import ON_GPUS, TransportName
 from ..run.references import References
 from .covering import Covering, Feature, Row
 from .kinds import sample
@@ -107,14 +107,19 @@ def label(row: Row) -> str:
         else []
     )
     words += [keys_of(row)] if keys_of(row) != "all_gather" and row["cp"] != 1 else []
+    words += ["groups given"] if row.get("groups") == "given" else []
     return ", ".join([*words, *(["pp fastest"] if str(row.get("order")).startswith("pp") else [])])
 
 
 def run_row(row: Row, references: References, *, steps: int = STEPS, transport: TransportName = "memory") -> Outcome:
-    """One layout through every floor. A rank that fails is a finding, too."""
+    """One layout through every floor. A rank that fails is a finding, too. Groups are given between processes: where
+    ranks would be threads they share memory instead. Over NCCL they are not given."""
     plan = plan_of(row)
     assert isinstance(plan, Plan), f"{label(row)} is not run: {plan}"
-    return prove_plan(plan, row, references, steps=steps, transport=transport)
+    if row.get("groups") != "given" or transport in ON_GPUS:
+        return prove_plan(plan, row, references, steps=steps, transport=transport)
+    between = "shm" if transport == "memory" else transport
+    return prove_plan(plan, row, references, steps=steps, transport=between, brings_groups=True)
 
 
 def prove_plan(
@@ -124,12 +129,20 @@ def prove_plan(
     *,
     steps: int = STEPS,
     transport: TransportName = "memory",
+    brings_groups: bool = False,
 ) -> Outcome:
     """The same for any plan that the backend runs; `row` only names it."""
     outcome = Outcome(row, plan.world_size, 0, 0, True, (), 0.0)
     start_s = time.perf_counter()
     try:
-        proof = prove(plan, transport=transport, steps=steps, references=references, most_ranks=MAX_RANKS)
+        proof = prove(
+            plan,
+            transport=transport,
+            steps=steps,
+            references=references,
+            most_ranks=MAX_RANKS,
+            brings_groups=brings_groups,
+        )
     except InternalError:
         raise  # no verdict on the layout: the matrix ends with it
     except ShardproofError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 from .log import Entry
 from .races import Clock, Streams
+from .registered import Registered, Registrations
 
 MESSAGES = ("send", "recv")
 
@@ -92,7 +94,8 @@ class Asked:
 @dataclass(frozen=True)
 class RankCalls:
     """What a rank gave to communicators, in the order of its log. `given_up` are calls whose peers did not come,
-    `noticed` what the rank itself found, and `ended` says that it came to its end."""
+    `noticed` what the rank itself found, and `ended` says that it came to its end. `shared` says of each stream that
+    was handed out more than once who has it."""
 
     rank: int
     communicators: tuple[Communicator, ...]
@@ -101,6 +104,8 @@ class RankCalls:
     given_up: tuple[Place, ...] = ()
     noticed: tuple[str, ...] = ()
     ended: bool = True
+    shared: tuple[str, ...] = ()
+    registered: Registered = field(default_factory=Registered)
 
 
 @dataclass
@@ -119,10 +124,13 @@ class _Reader:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.streams = Streams()
-        self.by_stream: dict[int, Communicator] = {}
+        self.communicators: dict[int, Communicator] = {}
+        # By stream who asked for one and got it, and by communicator its stream and what that had been given with each
+        # of its calls.
+        self.owners: defaultdict[int, list[str]] = defaultdict(list)
+        self.places: dict[int, tuple[int, list[int]]] = {}
         self.names: defaultdict[str, int] = defaultdict(int)
         self.details: dict[int, dict[str, Any]] = {}
-        self.numbers: defaultdict[int, int] = defaultdict(int)
         self.launched: dict[int, Place] = {}
         self.calls: list[Call] = []
         self.open: dict[int, _Open] = {}
@@ -130,6 +138,7 @@ class _Reader:
         self.given_up: list[Place] = []
         self.noticed: list[str] = []
         self.ended = False
+        self.registrations = Registrations()
 
     def read(self, entry: Entry) -> None:
         """One line of the log."""
@@ -137,7 +146,15 @@ class _Reader:
             case "communicator":
                 self._opens(entry)
             case "call":
-                self.details[entry.stream] = json.loads(entry.name)
+                self.details[entry.thread] = json.loads(entry.name)
+            case "stream":
+                self.owners[entry.stream].append(entry.name)
+            case "in pool" | "free":
+                self.registrations.read(entry, "")
+            case "register" | "deregister" | "shut down":
+                # of one that was opened before the rank's log begins nothing is known
+                if (known := self.communicators.get(json.loads(entry.name)["communicator"])) is not None:
+                    self.registrations.read(entry, known.key)
             case "op":
                 self.streams.gives(entry)
             case "collective":
@@ -147,10 +164,11 @@ class _Reader:
                 self._close(entry.thread)
                 self.open[entry.thread] = _Open(entry.name, entry.label)
             case "recorded":
-                if (known := self.open.get(entry.thread)) is not None:
-                    known.recorded_bytes = (known.recorded_bytes or 0) + int(entry.name)
+                if (asked := self.open.get(entry.thread)) is not None:
+                    asked.recorded_bytes = (asked.recorded_bytes or 0) + int(entry.name)
             case "given up":
-                self.given_up.append((self.by_stream[entry.stream].key, json.loads(entry.name)["number"]))
+                said = json.loads(entry.name)
+                self.given_up.append((self.communicators[said["communicator"]].key, said["number"]))
             case "ended":
                 self.ended = True
             case "noticed":
@@ -163,29 +181,35 @@ class _Reader:
             self._close(thread)
         return RankCalls(
             self.rank,
-            tuple(self.by_stream.values()),
+            tuple(self.communicators.values()),
             tuple(self.calls),
             tuple(self.asked),
             tuple(self.given_up),
             tuple(self.noticed),
             self.ended,
+            tuple(f"stream {stream}: {', '.join(of)}" for stream, of in self.owners.items() if len(of) > 1),
+            self.registrations.found(),
         )
 
     def _opens(self, entry: Entry) -> None:
         options = json.loads(entry.name)
-        name, ranks = options.pop("name"), tuple(options.pop("ranks"))
+        number, name, ranks = (options.pop(key) for key in ("communicator", "name", "ranks"))
         used = self.names[name]
         self.names[name] += 1
-        self.by_stream[entry.stream] = Communicator(name + (f" ({used + 1})" if used else ""), ranks, options)
+        made = Communicator(name + (f" ({used + 1})" if used else ""), tuple(ranks), options)
+        self.communicators[number], self.places[number] = made, (entry.stream, [])
+        self.owners[entry.stream][-1:] = [f"communicator {made.key!r}"]
 
     def _calls(self, entry: Entry) -> None:
-        communicator, details = self.by_stream[entry.stream], self.details.pop(entry.stream)
+        details = self.details.pop(entry.thread)
+        communicator = self.communicators[details["communicator"]]
+        clock, (_, given) = self.streams.streams[entry.stream], self.places[details["communicator"]]
         known = self.open.get(entry.thread)
         peer = details.get("peer")
         call = Call(
             self.rank,
             communicator,
-            self.numbers[entry.stream],
+            len(given),
             details["op"],
             details["dtype"],
             details["bytes"],
@@ -196,23 +220,24 @@ class _Reader:
             tuple(details.get("received", ())),
             details.get("reduction", ""),
             None if peer is None else communicator.ranks[peer],
-            self._after(self.streams.streams[entry.stream], entry.stream),
+            self._after(clock, communicator),
             self.launched.get(entry.thread),
             None if known is None or details["op"] in MESSAGES else known.group,
         )
-        self.numbers[entry.stream] += 1
+        given.append(clock[entry.stream])
+        self.registrations.calls_with(communicator.key, entry)
         self.launched[entry.thread] = call.place
         self.calls.append(call)
         if known is not None and call.op not in MESSAGES:
             known.calls.append(call)
 
-    def _after(self, clock: Clock, own: int) -> tuple[Place, ...]:
-        """The last calls that a stream comes after, of each communicator."""
-        return tuple(
-            (communicator.key, clock[stream] - 1)
-            for stream, communicator in self.by_stream.items()
-            if stream != own and clock.get(stream, 0)
-        )
+    def _after(self, clock: Clock, own: Communicator) -> tuple[Place, ...]:
+        """The last calls that a stream comes after, of each other communicator, of one that has the same stream too."""
+        over = {
+            self.communicators[number].key: bisect_right(given, clock.get(stream, 0)) - 1
+            for number, (stream, given) in self.places.items()
+        }
+        return tuple((key, last) for key, last in over.items() if key != own.key and last >= 0)
 
     def _close(self, thread: int) -> None:
         if (known := self.open.pop(thread, None)) is not None:

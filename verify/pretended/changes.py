@@ -248,6 +248,9 @@ PLANS = {
     "dp2-masters": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data="")
     .replace('"fp32"', '"bf16"')
     .replace("[train]", "[offload]\noptimizer = 1.0\nmasters = true\n[train]"),
+    "dp2-registered": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 2", data=EARLY)
+    .replace('"exact"', '"fast"')
+    .replace("[train]", '[communicators]\nregistered = ["dp"]\n[train]'),
     "pairs-offload": TOP.format(model="num_layers = 8", ranks=4, layout="tp = 2\npp = 2\nvpp = 2", data="")
     .replace("global = 4", "global = 8")
     .replace(

@@ -21,8 +21,8 @@ from .environment import MOST_DEVICES, environment
 from .labelled import CHANGE_VARIABLE
 from .log import Entry, read_log
 from .order import OrderFault
-from .order_changes import ORDER_CHANGES
 from .races import Race, races
+from .registered_changes import CALL_CHANGES
 from .waits import RULE as WAITS_RULE
 from .waits import too_many, waits
 
@@ -98,7 +98,7 @@ def examined(plan: AnyPlan, *, steps: int = STEPS, change: str = "", patience_s:
     """
     with tempfile.TemporaryDirectory() as folder:
         devices = min(plan.world_size, MOST_DEVICES)
-        program = "ranks_here" if change in ORDER_CHANGES else "run_here"
+        program = "ranks_here" if change in CALL_CHANGES else "run_here"
         command = [sys.executable, "-c", f"from {__name__} import {program}; {program}({steps})"]
         variables = {CHANGE_VARIABLE: change, PATIENCE_VARIABLE: str(patience_s)}
         done = subprocess.run(

@@ -78,10 +78,10 @@ def _change(what: str, global_rank: int) -> None:
     """Makes a change of that name in the process of a rank. Raises `KeyError`."""
     from .changes import CHANGES
     from .graph_changes import GRAPH_CHANGES, LAYER_CHANGES
-    from .order_changes import ORDER_CHANGES
+    from .registered_changes import CALL_CHANGES
 
-    if what in ORDER_CHANGES:
-        ORDER_CHANGES[what].make(global_rank)
+    if what in CALL_CHANGES:
+        CALL_CHANGES[what].make(global_rank)
         return
     change = {each.what: each for each in (*CHANGES, *GRAPH_CHANGES, *LAYER_CHANGES)}[what]
     setattr(change.owner, change.name, change.changed)

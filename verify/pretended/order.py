@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .calls import MESSAGES, Call, RankCalls
+from .registered import RULES as REGISTERED_RULES
+from .registered import registration_faults
 
 RULES = {
     "call-differs": "the calls of a communicator's members differ in kind, format, action or layer, number by number",
@@ -24,7 +26,9 @@ RULES = {
     "other-than-program": "a rank computes or sends something else in an action than `core/program` says",
     "without-action": "a call of a step belongs to no action, though the program has none outside of actions",
     "split-differs": "ranks split communicators in another order, or into others, than they expect",
+    "shared-stream": "torch's pool had no stream left, and gave one that a communicator or lane has already",
     "given-up": "a call's peers did not come, so that the run would hang",
+    **REGISTERED_RULES,
     "circle": "calls wait for each other in a circle, whatever runs at the same time (`circles`)",
     "launch-circle": "they do where the device runs one call at a time, in the order of launches (`circles`)",
     "does-not-fit": "calls that may have to run at the same time need more multiprocessors than there are (`circles`)",
@@ -61,6 +65,7 @@ def faults(ranks: Sequence[RankCalls]) -> list[OrderFault]:
         *_splits(ranks),
         *_among_peers(ranks),
         *(fault for rank in ranks for fault in _of_rank(rank)),
+        *(OrderFault(*fault) for fault in registration_faults({rank.rank: rank.registered for rank in ranks})),
     ]
     whole = all(rank.ended for rank in ranks)
     return [fault for fault in found if whole or fault.rule not in UNENDED]
@@ -205,6 +210,9 @@ def _of_rank(rank: RankCalls) -> Iterator[OrderFault]:
         first = min(rank.given_up, key=list(calls).index)
         said = f"communicator {first[0]!r}, call {first[1]}: {calls[first]}: its peers did not come"
         yield OrderFault("given-up", (rank.rank,), said)
+    if rank.shared:
+        more = f", and {len(rank.shared) - 1} streams more" * (len(rank.shared) > 1)
+        yield OrderFault("shared-stream", (rank.rank,), rank.shared[0] + more)
     for notice in rank.noticed:
         rule, _, what = notice.partition(": ")
         yield OrderFault(rule, (rank.rank,), what)

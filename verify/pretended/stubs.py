@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -44,13 +45,16 @@ def install(torch: Any) -> None:
     """Puts what is missing into `torch.cuda` and `torch.distributed`, once torch is loaded."""
     import torch.distributed as dist
 
-    for name in ("capture_begin", "capturing", "call", "go_on", "new_pool", "memory", "memories"):
+    for name in ("capture_begin", "capturing", "call", "go_on", "new_pool", "memory", "memories", "allocate_from"):
         getattr(library, f"pretended_{name}").restype = ctypes.c_int64
     library.pretended_capture_end.restype = library.pretended_replay.restype = ctypes.c_char_p
 
     class Stream(torch.Stream):
         def __new__(cls, device: Any = None, priority: int = 0) -> Any:
-            return super().__new__(cls, device=_device(torch, device))
+            made = super().__new__(cls, device=_device(torch, device), priority=priority)
+            number = ctypes.c_int64(made.stream_id)
+            library.pretended_write(b"stream", number, _place().encode(), b"", b"")  # of a pool: others may have it
+            return made
 
     class Event(torch.Event):
         def __new__(cls, enable_timing: bool = False, external: bool = False, **others: Any) -> Any:
@@ -139,6 +143,15 @@ def install(torch: Any) -> None:
             graph.capture_end()
         library.pretended_capture_is_over(ctypes.c_int64(graph.number))
 
+    @contextlib.contextmanager
+    def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+        before = library.pretended_allocate_from(ctypes.c_int64(pool.number))
+        try:
+            yield
+        finally:
+            library.pretended_allocate_from(ctypes.c_int64(before))
+
+    cuda.MemPool, cuda.use_mem_pool = MemPool, use_mem_pool
     cuda.CUDAGraph, cuda.graph = CUDAGraph, captured
     cuda.graph_pool_handle = lambda: (0, library.pretended_new_pool())
     cuda.is_current_stream_capturing = lambda: CUDAGraph.of(torch.accelerator.current_stream()) is not None
@@ -156,11 +169,14 @@ def _is_ours(path: str) -> bool:
 @ctypes.CFUNCTYPE(None)
 def _say_place() -> None:
     """Tells the library from where in the package the calling thread waits: `backend/ranks/totals.py:norm`."""
+    library.pretended_place(_place().encode())
+
+
+def _place() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None and (not _is_ours(frame.f_code.co_filename) or frame.f_globals is globals()):
         frame = frame.f_back
-    place = "" if frame is None else f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_code.co_name}"
-    library.pretended_place(place.encode())
+    return "" if frame is None else f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_code.co_name}"
 
 
 def _ours(module: str) -> Any:
@@ -206,6 +222,21 @@ def _device(torch: Any, device: Any) -> Any:
     """The device meant: the current one where none is said, or no number."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
     return found if found.index is not None else torch.device("cuda", torch.accelerator.current_device_index())
+
+
+class MemPool:
+    """As torch's: memory that is given to nobody else. The log has what is allocated from it."""
+
+    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
+
+    def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False):
+        assert allocator is not None, "a pool that NCCL is to know takes memory of NCCL's allocator"
+        self.number = next(self._numbers)
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """Its id."""
+        return 0, self.number
 
 
 class CUDAGraph:
@@ -344,6 +375,8 @@ class ProcessGroupNCCL:
     """As torch's: calls are queued in a stream of the communicator, after what the current stream has. The bytes go
     over gloo meanwhile. The log has each communicator with its members and options, and each call (`order`)."""
 
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
     class Options:
         """As torch's; the log has what was set."""
 
@@ -364,8 +397,8 @@ class ProcessGroupNCCL:
         carrier._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         carrier._timeout, carrier._threads = options._timeout, 1
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("pretended", store), rank, size, carrier)
-        self._stream = torch.cuda.Stream()
-        self._number = 0
+        self._stream = torch.cuda.Stream(priority=-1 if options.is_high_priority_stream else 0)
+        self._communicator, self._number, self._position = next(self._numbers), 0, rank
         self.options = options
         opened = {
             "name": options.group_name,
@@ -384,8 +417,28 @@ class ProcessGroupNCCL:
     def eager_connect_single_device(self, device: Any) -> None:
         """It is connected."""
 
+    mem_allocator = "pretended ncclMemAlloc"
+
+    def rank(self) -> int:
+        """Its position."""
+        return self._position
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Whether the device has multicast."""
+        return os.environ.get("SHARDPROOF_PRETENDED_MULTICAST") != "none"
+
+    def register_mem_pool(self, pool: MemPool, symm: bool = False) -> None:
+        """The log has it."""
+        self._note("register", {"pool": pool.number, "symmetric": symm})
+
+    def deregister_mem_pool(self, pool: MemPool) -> None:
+        """The log has it."""
+        self._note("deregister", {"pool": pool.number})
+
     def shutdown(self) -> None:
-        """Nothing is left to end."""
+        """The log has it."""
+        self._note("shut down", {})
+        library.pretended_flush()
 
     def alltoall_base(self, out: Any, given: Any, out_counts: Sequence[int], counts: Sequence[int]) -> Work:
         """As torch's."""
@@ -425,8 +478,8 @@ class ProcessGroupNCCL:
         self._note("call", {"op": op, "dtype": dtype, "bytes": tensor.element_size(), "count": tensor.numel(), **more})
 
     def _note(self, kind: str, what: dict[str, Any]) -> None:
-        stream = ctypes.c_int64(self._stream.stream_id)
-        library.pretended_write(kind.encode(), stream, json.dumps(what).encode(), b"", b"")
+        stream, said = ctypes.c_int64(self._stream.stream_id), {"communicator": self._communicator, **what}
+        library.pretended_write(kind.encode(), stream, json.dumps(said).encode(), b"", b"")
 
     def _call(self, op: str, reads: Sequence[Any], writes: Sequence[Any], carry: Callable[[Any, Any], Any]) -> Work:
         import torch

@@ -40,6 +40,7 @@ from ..ledger.ledger import (
 from ..ledger.stored import StoredValues
 from .contributions import ContributionWriter
 from .drop import DropReduction, drop_reduction
+from .given_groups import groups_brought
 
 if TYPE_CHECKING:
     from ...backend.model.block import BlockFactory
@@ -91,6 +92,8 @@ class ProofJob:
     """Ends the run when no rank has come further for so long; None for the plan's own limit, `train.timeout_s`."""
     device: str = "cpu"
     """Where one device computes, and ranks that are threads."""
+    brings_groups: bool = False
+    """Whether ranks, which are processes then, bring process groups of their own (`given_groups`)."""
     parts_of: Key | None = None
     """A tensor of which one device writes what it is the sum of (`contributions`) to `PARTS_FILE` in `folder`."""
 
@@ -184,8 +187,19 @@ def prove_rank(transport: Transport, job: ProofJob) -> RankLedger:
     gc.set_threshold(ALLOCATIONS_BETWEEN_COLLECTIONS)
     if job.core is not None:
         os.sched_setaffinity(0, {job.core})  # of this thread, and of those that it starts
-    with nullcontext() if job.wraps_rank is None else job.wraps_rank(transport.global_rank):
+    with (
+        nullcontext() if job.wraps_rank is None else job.wraps_rank(transport.global_rank),
+        _groups_of(transport, job),
+    ):
         return (job.scenario or train_steps)(transport, job)
+
+
+def _groups_of(transport: Any, job: ProofJob) -> AbstractContextManager[None]:
+    """What brings the groups of a rank where it does; one device has none."""
+    if not job.brings_groups or transport.world_size == 1:
+        return nullcontext()
+    assert isinstance(job.plan, Plan), "groups are those of one model's layout"
+    return groups_brought(transport, job.plan)
 
 
 def train_steps(transport: Transport, job: ProofJob) -> RankLedger:

@@ -75,7 +75,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
         names: dict[str, list[str]] = {}
         for name, reason in self.reasons.items():
             names.setdefault(reason, []).append(name)
-        return tuple(f"{self}: {named(found)} over gloo, not shared memory: {why}." for why, found in names.items())
+        over_gloo = (f"{self}: {named(found)} over gloo, not shared memory: {why}." for why, found in names.items())
+        return (*over_gloo, *super().notes)
 
     def close(self) -> None:
         super().close()

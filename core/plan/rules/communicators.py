@@ -26,6 +26,12 @@ def ctas_are_whole(communicators: Communicators) -> Iterator[str]:
                 yield f"{name}: {axis} = {number:g} is no number of thread blocks. Use {max(1, round(number))}."
 
 
+def windows_are_registered(communicators: Communicators) -> Iterator[str]:
+    """Windows are of registered buffers."""
+    if communicators.symmetric and not communicators.registered:
+        yield 'symmetric=true is about registered buffers, and there are none. Set registered=["dp"], or leave it out.'
+
+
 def most_ctas_are_no_fewer(communicators: Communicators) -> Iterator[str]:
     """At most is not less than at least."""
     for axis, least in communicators.min_ctas.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from .communicators import axes_are_known, ctas_are_whole, most_ctas_are_no_fewer
+from .communicators import axes_are_known, ctas_are_whole, most_ctas_are_no_fewer, windows_are_registered
 from .experts import (
     expert_leaves_admit_etp,
     experts_divide,
@@ -346,6 +346,12 @@ RULES: tuple[Rule, ...] = (
         ("communicators.min_ctas", "communicators.max_ctas"),
         "a call has at most max_ctas thread blocks, and at least min_ctas",
         most_ctas_are_no_fewer,
+    ),
+    Rule(
+        "windows-are-registered",
+        ("communicators.symmetric", "communicators.registered"),
+        "windows are registered buffers",
+        windows_are_registered,
     ),
     Rule(
         "loss-scales-are-powers-of-two",

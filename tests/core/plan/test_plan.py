@@ -493,6 +493,10 @@ BROKEN = {
         ("[numerics]", "[communicators]\nmin_ctas = { tp = 8 }\nmax_ctas = { tp = 4 }\n[numerics]"),
         "max_ctas: tp = 4 is fewer than min_ctas: tp = 8. Use min_ctas of at most 4",
     ),
+    "windows-are-registered": (
+        ("[numerics]", "[communicators]\nsymmetric = true\n[numerics]"),
+        'there are none. Set registered=["dp"], or leave it out',
+    ),
     "loss-scales-are-powers-of-two": (
         ('dtype = "bf16"', ('dtype = "fp16"\nloss_scale = 1000.0')),
         "is no power of two. Use 1024",

@@ -27,7 +27,7 @@ CHANNEL = (12, "F/0-1", (0, 1))
 
 def opened(*communicators, **options) -> list[Entry]:
     return [
-        Entry("communicator", 1, stream, json.dumps({"name": name, "ranks": ranks, **options}))
+        Entry("communicator", 1, stream, json.dumps({"communicator": stream, "name": name, "ranks": ranks, **options}))
         for stream, name, ranks in communicators
     ]
 
@@ -35,7 +35,7 @@ def opened(*communicators, **options) -> list[Entry]:
 def call(of, op="all_reduce", *, count=8, dtype="float32", label="0F0 mlp", thread=1, **more) -> list[Entry]:
     """A call, asked for by the group of that name, after what its thread has given to the stream 0, which waits."""
     stream, name, _ = of
-    what = {"op": op, "dtype": dtype, "bytes": 4, "count": count, "reduction": "SUM", **more}
+    what = {"communicator": stream, "op": op, "dtype": dtype, "bytes": 4, "count": count, "reduction": "SUM", **more}
     return [
         *([Entry("asked", thread, 0, name, label=label)] if "peer" not in more else []),
         Entry("call", thread, stream, json.dumps(what), label=label),
@@ -115,6 +115,11 @@ CASES = {
         "wrong-communicator",
         (1,),
     ),
+    "one stream for two communicators": (
+        (RIGHT, [Entry("stream", 1, 10, "here"), *opened(TP), Entry("stream", 1, 10, "there"), *RIGHT[1:]]),
+        "shared-stream",
+        (1,),
+    ),
     "other bytes than are recorded": (
         (RIGHT, [*BOTH, call(TP)[0], Entry("recorded", 1, 0, "1000"), *call(TP)[1:], *RIGHT[5:]]),
         "other-bytes",
@@ -126,7 +131,7 @@ CASES = {
         (),
     ),
     "a call whose peer does not come": (
-        (RIGHT, [*RIGHT, Entry("given up", 1, 10, json.dumps({"number": 0}))]),
+        (RIGHT, [*RIGHT, Entry("given up", 1, 10, json.dumps({"communicator": 10, "number": 0}))]),
         "given-up",
         (1,),
     ),

@@ -15,8 +15,8 @@ from shardproof.verify.pretended.changes import CHANGES, PLANS
 from shardproof.verify.pretended.environment import environment
 from shardproof.verify.pretended.examine import examined
 from shardproof.verify.pretended.log import read_log
-from shardproof.verify.pretended.order_changes import ORDER_CHANGES
 from shardproof.verify.pretended.races import races
+from shardproof.verify.pretended.registered_changes import CALL_CHANGES
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None,
@@ -84,6 +84,91 @@ def test_on_cuda_a_bf16_weight_gradient_is_added_to_its_fp32_sum_without_roundin
     command = [sys.executable, "-c", WEIGHT_GRADIENTS]
     done = subprocess.run(command, env=dict(environment(tmp_path)), capture_output=True, text=True)
     assert done.stdout == "right\n", done.stderr
+
+
+STREAMS = """
+import torch
+from shardproof.backend.base.streams import LaneStreams
+device = torch.device("cuda:1")
+lanes = LaneStreams(device)
+
+def number(name):
+    with lanes.of(name):
+        return torch.cuda.current_stream(device).stream_id
+
+first = [number("recv_F:0"), number("send_F:2")]
+assert len(set(first)) == 2
+pool = [torch.cuda.Stream(device).stream_id for _ in range(32)]
+high = torch.cuda.Stream(device, priority=-1).stream_id
+assert len(set(pool)) == 32 and pool[-2:] == first and high not in pool, (first, pool, high)
+assert torch.cuda.Stream("cuda:2").stream_id not in pool
+for step in range(40):
+    assert [number("recv_F:0"), number("send_F:2")] == first
+print("right")
+"""
+
+
+def test_torch_has_32_streams_and_a_lane_keeps_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STREAMS]
+    done = subprocess.run(command, env=dict(environment(tmp_path)), capture_output=True, text=True)
+    assert done.stdout == "right\n", done.stderr
+
+
+ROOMS = """
+import sys, threading
+import torch
+import torch.distributed as dist
+from shardproof.backend.transport.process_group import ProcessGroupTransport
+from shardproof.core.plan.communicators import Communicators
+
+store, found = dist.HashStore(), {}
+
+def rank(number):
+    transport = ProcessGroupTransport(store, number, 2, backend="nccl", device=f"cuda:{number}", timeout_s=60)
+    transport.communicators = Communicators(registered=("dp",))
+    with transport:
+        groups = [transport.group(name, axis, (0, 1)) for name, axis in (("a", "dp"), ("b", "dp_shard"), ("c", "tp"))]
+        for group in groups:
+            group.want_room(32, 64)
+        transport.register_rooms()
+        like, kept = torch.empty(0, device=transport.device), []
+        for group in groups:
+            for value in (1.0, 2.0):  # what is given back of sums stays when the room is used again
+                sent = group.room(like, 2, 4).fill_(value + number)
+                kept.append(group.reduce_scatter(list(sent))[0].item())
+                sent = group.room(like, 8).fill_(value + number)
+                kept.append(group.all_reduce(sent, "sum", used_up=True))
+                sent = group.room(like, 8).fill_(value + number)
+                kept.append([row[0].item() for row in group.all_gather(sent)])
+        kept = [each[0].item() if isinstance(each, torch.Tensor) else each for each in kept]
+        assert kept == 3 * [3.0, 3.0, [1.0, 2.0], 5.0, 5.0, [2.0, 3.0]], kept
+        rooms = [group.room(like, 8).untyped_storage().nbytes() for group in groups]
+        small = [group.room(like, 8).data_ptr() == group.room(like, 8).data_ptr() for group in groups]
+        found[number] = small, group.room(like, 9).shape, transport.notes
+
+threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+print(found[0][0], found[0][1:], found[1][0] == found[0][0])
+"""
+
+
+@pytest.mark.parametrize("multicast", ["all", "none"])
+def test_groups_put_together_what_they_send_in_memory_that_nccl_knows(multicast: str, tmp_path: Path) -> None:
+    variables = dict(environment(tmp_path, log=True)) | {"SHARDPROOF_PRETENDED_MULTICAST": multicast}
+    done = subprocess.run([sys.executable, "-c", ROOMS], env=variables, capture_output=True, text=True)
+    if multicast == "all":
+        assert done.stdout == "[True, True, False] (torch.Size([9]), ()) True\n", done.stderr
+    else:
+        assert done.stdout.startswith("[False, False, False]"), done.stderr
+        assert "buffers of a, b are not registered: rank 0: cuda:0 has no multicast" in done.stdout
+    (log,) = (tmp_path / "logs").glob("*.log")
+    ends = {"all": ["register"] * 2 + ["deregister"] * 2 + ["shut down"] * 3, "none": ["shut down"] * 3}[multicast]
+    entries = [each for each in read_log(log) if each.kind in ("register", "deregister", "shut down")]
+    for thread in {each.thread for each in entries}:
+        assert [each.kind for each in entries if each.thread == thread] == ends
 
 
 def test_a_process_without_the_environment_has_no_cuda() -> None:
@@ -154,9 +239,9 @@ def test_what_is_made_wrong_is_found(change) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", ORDER_CHANGES)
+@pytest.mark.parametrize("what", CALL_CHANGES)
 def test_calls_in_another_order_are_found_with_their_rank_and_action(what: str) -> None:
-    change = ORDER_CHANGES[what]
+    change = CALL_CHANGES[what]
     found = examined(Plan.from_toml(PLANS[change.plan]), change=what, patience_s=4)
     named = [fault.what for fault in found.order if fault.rule == change.rule and change.rank in (None, *fault.ranks)]
     assert any(change.action in said for said in named), found.text()

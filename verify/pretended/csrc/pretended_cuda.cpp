@@ -36,12 +36,19 @@ thread_local int own_device = 0;
 thread_local std::string label, place;  // what the thread works on, and from where in Python it waits
 void (*on_wait)() = nullptr;            // says `place`
 thread_local int64_t current_streams[MOST_DEVICES] = {};
-std::atomic<int64_t> num_streams{1}, num_memories{1}, num_events{1}, num_threads{1};
+std::atomic<int64_t> num_memories{1}, num_events{1}, num_threads{1};
 thread_local const int64_t thread = num_threads++;
 std::mutex mutex;
 std::FILE* file = nullptr;  // the log, where SHARDPROOF_PRETENDED_LOG names a folder
 
 int64_t here() { return current_streams[own_device]; }
+
+// torch's pool: so many streams for each device and priority (of which there are two here), then the first again.
+constexpr uint32_t STREAMS_OF_POOL = 32;
+std::atomic<uint32_t> handed_out[MOST_DEVICES][2];
+int64_t next_stream(int device, bool high_priority) {
+  return 1 + (2 * device + high_priority) * STREAMS_OF_POOL + handed_out[device][high_priority]++ % STREAMS_OF_POOL;
+}
 
 // One line: what, thread, stream, name, memory that is read, memory that is written, what the thread works on; of a wait of the host also from where.
 void write(const char* kind, int64_t stream, const std::string& name, const std::string& reads = "", const std::string& writes = "", const std::string& from = "") {
@@ -77,6 +84,7 @@ struct Memory {
 };
 
 std::unordered_map<const void*, const Memory*> memories;  // by where they begin; under `mutex`
+thread_local int64_t mem_pool = 0;  // the pool that this thread allocates from; 0 is everybody's
 thread_local int next_shared = -1;  // the file that this thread's next allocation maps, for other processes to map it too
 
 void release_as(const char* kind, void* context) {
@@ -131,6 +139,7 @@ struct PretendedAllocator final : c10::Allocator {
     auto* graph = capture_of(here(), "an allocation");
     const int shared = std::exchange(next_shared, -1);
     auto* memory = allocate_as("allocate", num_bytes, graph && shared < 0 ? graph->pool : nullptr, shared);
+    if (mem_pool) write("in pool", here(), std::to_string(memory->id), "", "", std::to_string(mem_pool) + ":" + std::to_string(num_bytes));
     if (memory->pool) {
       std::lock_guard<std::recursive_mutex> held(graph_mutex);
       memory->pool->blocks[memory->id] = {memory->data, num_bytes, graph->id, false};
@@ -184,8 +193,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(D next) const noexcept override { setDevice(next); }
   S getStream(D on) const override { return stream(current_streams[on.index()], on); }
   S getDefaultStream(D on) const override { return stream(0, on); }
-  S getNewStream(D on, int) const override { return stream(num_streams++, on); }
-  S getStreamFromGlobalPool(D on, bool) const override { return stream(num_streams++, on); }
+  S getNewStream(D on, int priority) const override { return stream(next_stream(on.index(), priority < 0), on); }
+  S getStreamFromGlobalPool(D on, bool high_priority) const override { return stream(next_stream(on.index(), high_priority), on); }
   S exchangeStream(S next) const override {
     auto before = getStream(next.device());
     current_streams[next.device_index()] = next.id();
@@ -548,6 +557,7 @@ int64_t pretended_memories(int64_t* numbers, int64_t room) {
   }
   return memories.size();
 }
+int64_t pretended_allocate_from(int64_t pool) { return std::exchange(mem_pool, pool); }
 void pretended_share(int file) { next_shared = file; }
 void pretended_write(const char* kind, int64_t stream, const char* name, const char* reads, const char* writes) { write(kind, stream, name, reads, writes); }
 void pretended_label(const char* text) { label = text; }
