@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..base.errors import UnknownNameError
+from . import megatron
 from .account import Imported, Request
 
 
@@ -20,7 +21,9 @@ class Reader:
     read: Callable[[Request], Imported]
 
 
-READERS: tuple[Reader, ...] = ()
+READERS: tuple[Reader, ...] = (
+    Reader("megatron", "Megatron-LM's arguments and shell scripts", megatron.recognises, megatron.read),
+)
 """The first that recognises a file reads it."""
 
 

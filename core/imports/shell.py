@@ -119,6 +119,19 @@ def commands_of(text: str, variables: Mapping[str, str]) -> tuple[Started, ...]:
     return tuple(shell.started)
 
 
+def arguments_in(text: str, variables: Mapping[str, str]) -> tuple[Argument, ...]:
+    """The words of a text that is arguments alone, whose lines need not end in a backslash. Raises
+    `ShellSyntaxError`."""
+    shell = _Shell({name: (Piece(value, 0),) for name, value in variables.items()})
+    found: list[Argument] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        parser = Parser(line.rstrip("\\ \t\r"), [number] * (len(line) + 1))
+        for command in parser.script():
+            if isinstance(command, Simple):
+                found += [Argument(pieces) for pieces in shell.fields(command.words)]
+    return tuple(found)
+
+
 @dataclass
 class _Shell:
     given: Environment
@@ -235,7 +248,7 @@ class _Shell:
         if command.words is None:
             self._branches([command.body], command.line, may_skip=True)
             return None
-        values = self._fields(command.words)
+        values = self.fields(command.words)
         for value in values[:MOST_ITERATIONS]:
             self.environment[command.name] = value
             try:
@@ -302,7 +315,7 @@ class _Shell:
                 self._assign(assignment)
         if not command.words:
             return True
-        arguments = tuple(Argument(pieces) for pieces in self._fields(command.words))
+        arguments = tuple(Argument(pieces) for pieces in self.fields(command.words))
         if not arguments:
             return True
         name = arguments[0].text
@@ -408,7 +421,7 @@ class _Shell:
     def _assign(self, assignment: Assignment) -> None:
         name, old = assignment.name, self.environment.get(assignment.name)
         if assignment.array is not None:
-            new = self._fields(assignment.array)
+            new = self.fields(assignment.array)
             kept = old if isinstance(old, list) else [old] if old else []
             self.environment[name] = [*kept, *new] if assignment.appends else new
             return
@@ -424,7 +437,7 @@ class _Shell:
 
     # -- words -----------------------------------------------------------------------------------------------------
 
-    def _fields(self, words: Iterable[Word]) -> Array:
+    def fields(self, words: Iterable[Word]) -> Array:
         """The words after expansion and splitting."""
         return [field for word in words for field in self._split(word)]
 
