@@ -11,7 +11,7 @@ from ..base.errors import PlanError, Problem
 from ..base.findings import Location
 from .account import Request
 from .megatron_flags import Flag, all_flags
-from .shell import Argument, Piece, Started, arguments_in, commands_of
+from .shell import Argument, Started, arguments_in, commands_of, variables_of, words_of
 from .shell_syntax import ShellSyntaxError
 
 LINE_VARIABLE = "TRAINING_LINE"
@@ -65,11 +65,29 @@ def training_command(request: Request) -> TrainingCommand:
         return command_of_yaml(request)
     if re.match(r"(\s|#[^\n]*\n)*--[a-z]", request.text):
         return TrainingCommand(list(occurrences(arguments_in(request.text, request.variables))))
+    variables = {**request.variables, **_slurm_variables(request.text)}
     try:
-        started = commands_of(request.text, {**request.variables, **_slurm_variables(request.text)})
+        started = commands_of(request.text, variables)
+        if not any(argument.text.endswith(".py") for each in started for argument in each.arguments) and (
+            alone := _of_variables(variables_of(request.text, variables))
+        ):
+            return alone
     except ShellSyntaxError as error:
         raise _problem(request, f"this script is not understood: {error}", error.line) from None
     return _chosen(request, [each for each in map(_split, started) if each is not None])
+
+
+def _of_variables(variables: Mapping[str, tuple[Argument, ...]]) -> TrainingCommand | None:
+    """The arguments that a script only keeps in variables, for another to use; None where it keeps none."""
+    named = {name: words for name, words in variables.items() if any(each.text in _SIGNS for each in words)}
+    inner = {name: {(each.text, each.line) for each in words} for name, words in named.items()}
+    outer = [name for name in named if not any(inner[name] < inner[other] for other in named)]
+    if not outer:
+        return None
+    command = TrainingCommand([each for name in outer for each in occurrences(named[name])])
+    command.devices_unknown = "the file starts nothing"
+    command.assumed.append(f"the file starts nothing: the arguments that {', '.join(outer)} holds are read.")
+    return command
 
 
 def _problem(request: Request, sentence: str, line: int) -> PlanError:
@@ -202,24 +220,10 @@ def _of_branches(argument: Argument, flags: Mapping[str, Flag]) -> Iterator[Occu
     """The flags that some branch of an undecided condition gives, once each."""
     seen = set()
     for alternative in argument.alternatives:
-        for each in occurrences(_words(alternative), flags, argument.unknown):
+        for each in occurrences(words_of(alternative), flags, argument.unknown):
             if each.flag not in seen:
                 seen.add(each.flag)
                 yield each
-
-
-def _words(pieces: Iterable[Piece]) -> list[Argument]:
-    found: list[list[Piece]] = [[]]
-    for piece in pieces:
-        if piece.unknown:
-            found[-1].append(piece)
-            continue
-        for letters in re.findall(r"\s+|\S+", piece.text):
-            if letters.isspace():
-                found.append([])
-            else:
-                found[-1].append(Piece(letters, piece.line))
-    return [Argument(tuple(each)) for each in found if each]
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

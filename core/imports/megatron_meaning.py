@@ -159,5 +159,10 @@ def _cluster(reading: Reading, devices: int | None) -> None:
             None,
         )
         cluster["num_devices"] = Given(devices, f"{reading.source} (launcher)", NOWHERE)
-        if per_node is not None and 1 <= per_node < 8 and devices % per_node == 0 and devices > per_node:
+        if (
+            per_node is not None
+            and 0 < per_node != 8
+            and devices % per_node == 0
+            and (devices > per_node or per_node > 8)
+        ):
             cluster["devices_per_node"] = Given(per_node, f"{reading.source} (launcher)", NOWHERE)

@@ -6,7 +6,7 @@ import ast
 import re
 from dataclasses import dataclass
 
-from .megatron_flags import UNDER
+from .megatron_flags import RELEASES, UNDER
 from .megatron_reading import Reading
 
 
@@ -61,6 +61,8 @@ def read_model(reading: Reading) -> Model:
     _positions(reading)
     _vocabulary(reading)
     is_moe = _experts(reading, layers, hidden)
+    if (spec := reading.text("--spec")) is not None and ("gpt" in spec.lower() or spec == "local"):
+        reading.say("--spec", "not-modelled", "which modules a layer is made of is that of the profile")
     if (modules := reading.integer("--mtp-num-layers")) is not None:
         reading.put("model.num_mtp_layers", modules, "--mtp-num-layers")
         if modules:
@@ -221,9 +223,7 @@ def _tokens(reading: Reading) -> tuple[int | None, str]:
     """How many tokens there are, and the flag that says so."""
     kind = reading.last["--tokenizer-type"].value if reading.is_written("--tokenizer-type") else ""
     if (tokens := reading.integer("--vocab-size")) is not None:
-        older = reading.version is not None and reading.flags["--chat-template"].first != reading.version
-        is_null = kind in ("NullTokenizer", "NullMultimodalTokenizer")
-        return tokens + (1 if is_null and older and _before(reading.version) else 0), "--vocab-size"
+        return tokens + (kind == "NullTokenizer" and _before(reading.version)), "--vocab-size"
     if reading.is_written("--vocab-size"):
         return None, ""
     if kind in TOKENIZERS:
@@ -248,13 +248,12 @@ def _tokens(reading: Reading) -> tuple[int | None, str]:
 
 
 def _before(version: str | None) -> bool:
-    """True for releases whose NullTokenizer has one token more than it is told (until 0.15)."""
-    major, _, minor = (version or "").partition(".")
-    return major != "0" or (minor.isdigit() and int(minor) < NULL_TOKENIZER_COUNTS_ALL)
+    """True for releases whose NullTokenizer has one token more than it is told."""
+    return version in RELEASES[: RELEASES.index(NULL_TOKENIZER_COUNTS_ALL)]
 
 
-NULL_TOKENIZER_COUNTS_ALL = 16
-"""Minor release of Megatron's core from which --vocab-size counts every token of a NullTokenizer."""
+NULL_TOKENIZER_COUNTS_ALL = "0.18"
+"""Release from which --vocab-size counts every token of a NullTokenizer."""
 
 
 def _experts(reading: Reading, layers: int | None, hidden: int | None) -> bool:

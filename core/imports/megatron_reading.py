@@ -175,7 +175,8 @@ class Reading:
 
     def _strange(self, each: Occurrence) -> str:
         if each.flag.startswith("-") and not each.unknown.startswith("$"):
-            near = did_you_mean(each.flag, self.flags)
+            alike = [name for name in self.flags if name[:5] == each.flag[:5]]  # all of them take long to compare
+            near = did_you_mean(each.flag, alike)
             return "no release of Megatron-LM in the table, nor a fork in it, has this argument" + near
         if each.unknown:
             names = _NAME.findall(each.flag)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .megatron_flags import RELEASES, UNDER
+import math
+
+from .megatron_flags import RELEASES, UNDER, Direct
 from .megatron_layout import FSDP
 from .megatron_reading import Reading
 
@@ -60,11 +62,20 @@ def _precision(reading: Reading) -> None:
     if half and eights is None:
         for row in UNDER["--fp16"]:
             if row.flag == "--loss-scale" or not reading.is_written("--loss-scale"):
-                reading.put_row(row)
+                _loss_scale(reading, row)
     if reading.given("--grad-reduce-in-bf16"):
         reading.put("precision.gradient_dtype", "bf16", "--grad-reduce-in-bf16")
     elif reading.given("--accumulate-allreduce-grads-in-fp32"):
         reading.put("precision.gradient_dtype", "fp32", "--accumulate-allreduce-grads-in-fp32")
+
+
+def _loss_scale(reading: Reading, row: Direct) -> None:
+    """One number of loss scaling."""
+    value = reading.number(row.flag)
+    if value is not None and row.kind == "float" and (value <= 0 or math.frexp(value)[0] != 0.5):
+        reading.say(row.flag, "not-modelled", "the loss scales of a plan are powers of two")
+    else:
+        reading.put_row(row)
 
 
 def _recipe(reading: Reading) -> None:

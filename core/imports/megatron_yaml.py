@@ -8,6 +8,7 @@ from typing import Any
 from ..base.errors import PlanError
 from .account import Request
 from .megatron_command import Occurrence, TrainingCommand
+from .megatron_flags import Flag, all_flags
 
 
 def command_of_yaml(request: Request) -> TrainingCommand:
@@ -32,11 +33,16 @@ def command_of_yaml(request: Request) -> TrainingCommand:
     command.devices_unknown = "the file names no launcher"
     for key, value in arguments.value:
         values = _values(value)
+        if values and all_flags().get(key.value, _ONE).arity in "+*":  # a list that the file has as text
+            values = tuple(text.strip("[]") for text in values)
         if str(key.value).startswith("--") and values is not None:
             unknown = next((f"{text} is not set in the file" for text in values if "${" in text), "")
             line = key.start_mark.line + 1
             command.occurrences.append(Occurrence(key.value, key.value, values, line, unknown))
     return command
+
+
+_ONE = Flag("", "1")
 
 
 def _values(node: Any) -> tuple[str, ...] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from .shell_syntax import (
@@ -112,10 +113,8 @@ def commands_of(text: str, variables: Mapping[str, str]) -> tuple[Started, ...]:
     Raises `ShellSyntaxError` for a text that is not of the part of bash that is known.
     """
     shell = _Shell({name: (Piece(value, 0),) for name, value in variables.items()})
-    try:
+    with suppress(_Leave):
         shell.run(Parser(text).script())
-    except _Leave:
-        pass
     return tuple(shell.started)
 
 
@@ -132,6 +131,33 @@ def arguments_in(text: str, variables: Mapping[str, str]) -> tuple[Argument, ...
     return tuple(found)
 
 
+def variables_of(text: str, variables: Mapping[str, str]) -> dict[str, tuple[Argument, ...]]:
+    """The words of each variable as the script leaves it, but for those that are given. Raises `ShellSyntaxError`."""
+    shell = _Shell({name: (Piece(value, 0),) for name, value in variables.items()})
+    with suppress(_Leave):
+        shell.run(Parser(text).script())
+    return {
+        name: tuple(each for value in ([held] if isinstance(held, tuple) else held) for each in words_of(value))
+        for name, held in shell.environment.items()
+        if name not in variables
+    }
+
+
+def words_of(pieces: Iterable[Piece]) -> tuple[Argument, ...]:
+    """Text that is split at its blanks; what is not known stays whole."""
+    found: list[list[Piece]] = [[]]
+    for piece in pieces:
+        if piece.unknown:
+            found[-1].append(piece)
+            continue
+        for letters in re.findall(r"\s+|\S+", piece.text):
+            if letters.isspace():
+                found.append([])
+            else:
+                found[-1].append(Piece(letters, piece.line))
+    return tuple(Argument(tuple(each)) for each in found if each)
+
+
 @dataclass
 class _Shell:
     given: Environment
@@ -139,6 +165,7 @@ class _Shell:
     functions: dict[str, tuple[Command, ...]] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)
     depends: int = 0
+    undecided: str = ""
     depth: int = 0
     steps: int = 0
 
@@ -189,7 +216,7 @@ class _Shell:
         wanted = command.operator == "&&"
         if truth is None:
             line = _line_of(command.right)
-            self._branches([(command.right,)], line, may_skip=True)
+            self._branches([(command.right,)], line, may_skip=True, why=self.undecided)
             return None
         return self._one(command.right) if truth is wanted else truth
 
@@ -205,11 +232,13 @@ class _Shell:
             self.environment = saved
 
     def _if(self, command: If) -> bool | None:
-        open_bodies = []
+        open_bodies, why = [], ""
         for condition, body in command.branches:
             truth = self.run(condition)
             if truth is True and not open_bodies:
                 return self.run(body)
+            if truth is None:
+                why = why or self.undecided
             if truth is not False:
                 open_bodies.append(body)
             if truth is True:
@@ -218,7 +247,7 @@ class _Shell:
             if not open_bodies:
                 return self.run(command.orelse)
             open_bodies.append(command.orelse)
-        self._branches(open_bodies, command.line)
+        self._branches(open_bodies, command.line, why=why)
         return None
 
     def _case(self, command: Case) -> bool | None:
@@ -235,7 +264,7 @@ class _Shell:
         else:
             possible.append(())
         if len(possible) > 1:
-            self._branches(possible, command.line)
+            self._branches(possible, command.line, why=word.unknown)
         return None
 
     @staticmethod
@@ -276,7 +305,9 @@ class _Shell:
         self._branches([command.body], command.line, may_skip=True)
         return None
 
-    def _branches(self, bodies: Sequence[Sequence[Command]], line: int, *, may_skip: bool = False) -> None:
+    def _branches(
+        self, bodies: Sequence[Sequence[Command]], line: int, *, may_skip: bool = False, why: str = ""
+    ) -> None:
         """Follows bodies of which it is not known which one runs, and keeps of the variables what they agree on."""
         before, depends = dict(self.environment), self.depends
         ends: list[Environment] = [before] if may_skip else []
@@ -292,9 +323,9 @@ class _Shell:
         self.depends = depends
         if not ends:
             raise _Leave
-        self.environment = self._agreed(ends, line)
+        self.environment = self._agreed(ends, f"line {line}", why)
 
-    def _agreed(self, ends: Sequence[Environment], line: int) -> Environment:
+    def _agreed(self, ends: Sequence[Environment], where: str, why: str) -> Environment:
         agreed: Environment = {}
         for name in dict.fromkeys(name for end in ends for name in end):
             values = [end.get(name) for end in ends]
@@ -303,10 +334,12 @@ class _Shell:
             elif name in self.given:
                 agreed[name] = self.given[name]
             elif any(isinstance(value, list) for value in values):
-                agreed[name] = _common_array([value if isinstance(value, list) else [] for value in values], name, line)
+                agreed[name] = _common_array(
+                    [value if isinstance(value, list) else [] for value in values], _differs(name, where, why)
+                )
             else:
                 texts = [() if value is None or isinstance(value, list) else value for value in values]
-                agreed[name] = _common_text(texts, name, line, [value is None for value in values])
+                agreed[name] = _common_text(texts, _differs(name, where, why), [value is None for value in values])
         return agreed
 
     def _simple(self, command: Simple) -> bool | None:
@@ -556,6 +589,7 @@ class _Shell:
         words = list(arguments[1:])
         if words and words[-1].text in ("]", "]]"):
             words.pop()
+        self.undecided = next((each.unknown for each in words if each.unknown), "")
         return _Test(words).disjunction()
 
 
@@ -701,21 +735,25 @@ def _spaced(values: Sequence[Pieces]) -> Pieces:
     return tuple(joined)
 
 
-def _differs(name: str, line: int) -> str:
-    return f"${name} differs between the branches of line {line}, whose condition is not known"
+def _differs(name: str, where: str, why: str) -> Piece:
+    """The piece that stands for a variable which branches set differently."""
+    cause = (
+        f"{why}, and {where} sets ${name} by it" if why else f"${name} is set by {where}, whose condition is not known"
+    )
+    return Piece(f"${name}", int(where.split()[1]), unknown=cause)
 
 
-def _common_array(values: Sequence[Array], name: str, line: int) -> Array:
+def _common_array(values: Sequence[Array], piece: Piece) -> Array:
     """The elements that all begin with, and one for what they differ in."""
     same = _common_length(values)
     rest = tuple(_spaced(value[same:]) for value in values)
-    return [*values[0][:same], (Piece(f"${name}", line, unknown=_differs(name, line), alternatives=rest),)]
+    return [*values[0][:same], (replace(piece, alternatives=rest),)]
 
 
-def _common_text(values: Sequence[Pieces], name: str, line: int, unset: Sequence[bool]) -> Pieces:
+def _common_text(values: Sequence[Pieces], piece: Piece, unset: Sequence[bool]) -> Pieces:
     same = _common_length(values) if not any(unset) else 0
     rest = tuple(tuple(value[same:]) for value in values)
-    return (*values[0][:same], Piece(f"${name}", line, unknown=_differs(name, line), alternatives=rest))
+    return (*values[0][:same], replace(piece, alternatives=rest))
 
 
 def _common_length(values: Sequence[Sequence[object]]) -> int:
