@@ -19,7 +19,7 @@ QUESTIONS = {
     "fit": "does it fit? worst rank named, memory by component",
     "simulate": "how long is a step, and where does it go?",
     "import": "what is this Megatron-LM script, torchtitan file, ... as a plan? --explain accounts for every setting",
-    "export": "what is this plan in the words of torchtitan, torchrun, Slurm, Kubernetes, ...?",
+    "export": "what is this plan in the words of Megatron-LM, torchtitan, torchrun, Slurm, Kubernetes, ...?",
     "verify": "is it right? static rules; --dynamic proves bits against one device",
     "draw": "show me: a Gantt chart in the terminal, as SVG or PNG",
     "train": "run it: real processes, here or under torchrun",

@@ -317,7 +317,7 @@ def import_variables(args: argparse.Namespace) -> dict[str, str]:
     """Name -> value of every --variable. Raises `PlanError` for one without a name or a value."""
     pairs = [text.partition("=") for text in args.variable]
     for name, equals, value in pairs:
-        if not equals or not name.isidentifier():
+        if not equals or not (name.isidentifier() or name.isdigit()):  # $1 is an argument of the script
             raise PlanError(f"--variable {shown(name + equals + value)}: write NAME=VALUE, such as --variable TP=8.")
     return {name: value for name, _, value in pairs}
 

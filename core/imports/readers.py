@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..base.errors import UnknownNameError
-from . import accelerate, bridge, deepspeed, torchtitan
+from . import accelerate, bridge, deepspeed, megatron, torchtitan
 from .account import Imported, Request
 
 
@@ -22,6 +22,7 @@ class Reader:
 
 
 READERS: tuple[Reader, ...] = (
+    Reader("megatron", "Megatron-LM's arguments and shell scripts", megatron.recognises, megatron.read),
     Reader("torchtitan", "torchtitan's TOML, JSON and Python configurations", torchtitan.recognises, torchtitan.read),
     Reader("bridge", "Megatron-Bridge's run_config.yaml", bridge.recognises, bridge.read),
     Reader("deepspeed", "DeepSpeed's JSON", deepspeed.recognises, deepspeed.read),

@@ -10,6 +10,7 @@ from ..plan.plan import Plan
 from .exported import Exported
 
 _WRITERS = {
+    "megatron": ("megatron_write", "write"),
     "torchtitan": ("torchtitan_write", "write"),
     "csv": ("launchers", "write_csv"),
     "torchrun": ("launchers", "write_torchrun"),

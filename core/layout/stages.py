@@ -114,6 +114,11 @@ def num_mtp_written(stages: str) -> int:
     return _expand(stages.replace(" ", "").replace(",", "")).count("m")
 
 
+def num_stages_written(stages: str) -> int:
+    """Stages that a layout string describes. Raises `LayoutError` for one that cannot be expanded."""
+    return _expand(stages.replace(" ", "").replace(",", "")).count("|") + 1
+
+
 def _expand(text: str) -> str:
     original, group = text, re.compile(r"\(([^()]*)\)\*(\d{1,6})(?!\d)|([EtmL|])\*(\d{1,6})(?!\d)")
     while len(text) <= MAX_LENGTH and (match := group.search(text)):
