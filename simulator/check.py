@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
 def _close(fitting: Fit) -> Iterable[Finding]:
     """What there is to say of a plan that fits by little."""
     report = fitting.report
-    spare = report["capacity_bytes"] - report["peak_memory_bytes"]
-    if fitting.fits and spare < CLOSE * report["capacity_bytes"]:
+    margin = report["capacity_bytes"] - report["peak_memory_bytes"]
+    if fitting.fits and margin < CLOSE * report["capacity_bytes"]:
         what = (
-            f"it fits with {format_bytes(spare)} to spare, {spare / report['capacity_bytes']:.1%} of what is usable: "
+            f"it fits with {format_bytes(margin)} to spare, {margin / report['capacity_bytes']:.1%} of what is usable: "
             "less than predictions of memory are off."
         )
         hint = "Choose --headroom, and see what `shardproof fit` suggests."

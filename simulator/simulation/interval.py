@@ -17,8 +17,8 @@ SHARE = 0.8
 
 @dataclass(frozen=True)
 class RunKind:
-    """What published runs are told apart by: the software stack (`runtime.profile`), the cluster (its name), products
-    in fp8, and experts. None: not told apart."""
+    """What distinguishes published runs: the software stack (`runtime.profile`), the cluster (its name), products in
+    fp8, and experts. None: not distinguished."""
 
     profile: str | None = None
     cluster: str | None = None
@@ -26,13 +26,13 @@ class RunKind:
     experts: bool | None = None
 
     def holds(self, other: RunKind) -> bool:
-        """True when `other` differs in nothing that is told apart here."""
+        """True when `other` differs in nothing that is distinguished here."""
         return all(
             (own := getattr(self, each.name)) is None or own == getattr(other, each.name) for each in fields(self)
         )
 
     def wider(self) -> Iterator[RunKind]:
-        """This kind, then ones that tell less apart, the stack last."""
+        """This kind, then ones that distinguish less, the stack last."""
         yield self
         yield RunKind(self.profile, self.cluster, experts=self.experts)
         yield RunKind(self.profile, self.cluster)

@@ -15,7 +15,8 @@ from shardproof.core.plan.plan import Plan
 def test_every_number_of_a_preset_has_a_source(name):
     cluster = cluster_preset(name, 16)
     numbers = {field.name for field in dataclasses.fields(ClusterSpec)} - {"name", "num_devices", "sources"}
-    assert set(cluster.sources) == numbers
+    assert set(cluster.sources) == numbers - {"device_price_per_hour", "device_watts"}  # a user's, in no preset
+    assert (cluster.device_price_per_hour, cluster.device_watts) == (0, 0)
     assert cluster.name == name and all(cluster.sources.values())
 
 
