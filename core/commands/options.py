@@ -8,7 +8,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..model.model import ModelSpec
 from ..plan.build import Draft, refuse_modules
 from ..plan.keys import key_named
 from ..plan.plan import Plan, any_plan, build_plan
-from ..plan.sections import Batch, DataParallel, Numerics, Offload, Optimizer, Precision, Runtime
+from ..plan.sections import Batch, DataParallel, Numerics, Offload, Optimizer, Precision, Runtime, Train
 from ..plan.toml import Given, Values
 from ..schedule import default_name
 from ..schedule.timeline import Timeline
@@ -75,7 +75,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a layout search starts from: everything of a plan but the layout.
+    """What a layout search starts from: everything of a plan that changes a prediction but the layout.
 
     `pinned` holds the layout, microbatch, recompute and schedule values that the user fixed on the command line, by
     dotted key (`{"layout.tp": 8}`); all others are free. `batch.micro_size` is 1 unless pinned or given by a plan file.
@@ -91,8 +91,13 @@ class SearchSpace:
     optimizer: Optimizer = field(default_factory=Optimizer)
     data_parallel: DataParallel = field(default_factory=DataParallel)
     offload: Offload = field(default_factory=Offload)
+    train: Train = field(default_factory=Train)
     pinned: Mapping[str, Any] = field(default_factory=dict, hash=False)
     assumed: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+SHARED_WITH_PLANS = tuple(entry.name for entry in fields(SearchSpace) if entry.name not in ("pinned", "assumed"))
+"""What a search space takes from a plan."""
 
 
 def whole_number(text: str) -> int:
@@ -217,8 +222,7 @@ def read_search_space(args: argparse.Namespace) -> SearchSpace:
             "cluster.num_devices", ("a search needs the number of devices. Give --devices or cluster.num_devices.")
         )
     draft.raise_problems()
-    names = ("model", "cluster", "batch", "precision", "runtime", "numerics", "optimizer", "data_parallel", "offload")
-    return SearchSpace(**{name: nouns[name] for name in names}, pinned=pinned, assumed=assumed)
+    return SearchSpace(**{name: nouns[name] for name in SHARED_WITH_PLANS}, pinned=pinned, assumed=assumed)
 
 
 def _assumed_stack(values: Values) -> dict[str, Any]:

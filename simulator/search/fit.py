@@ -18,7 +18,9 @@ OUT_OF_MEMORY = "out-of-memory"
 """The finding of a plan that does not fit."""
 
 
-NOTHING_HELPS = "No zero, recompute, micro, sequence_parallel, tp, pp or cp makes it fit here: use more devices."
+NOTHING_HELPS = (
+    "No zero, recompute, micro, offload, sequence_parallel, tp, pp or cp makes it fit here: use more devices."
+)
 NOT_TRIED = "Try zero, recompute, micro or more tp: the schedule is too long to try them here."
 OF_MODULES = "Try zero, recompute, micro or more ranks for that module: with [[modules]] changes are not tried here."
 

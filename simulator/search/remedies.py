@@ -8,6 +8,7 @@ from typing import Any
 
 from ...core.base.errors import ShardproofError
 from ...core.plan.plan import Plan
+from ..cost.host_link import copies_under_work
 from ..simulation.simulate import simulate
 from ..step.step import lowered_schedule
 from .changes import Changes, changed, settings
@@ -61,6 +62,9 @@ def _knobs(plan: Plan) -> Iterator[Iterator[Changes]]:
     yield ({"layout.zero": stage} for stage in range(layout.zero + 1, 4) if layout.dp * layout.cp > 1)
     yield ({"batch.micro": size} for size in _smaller_micro(plan))
     yield ({"recompute.mode": mode} for mode in _more_recompute(plan))
+    if copies_under_work(plan.cluster):  # elsewhere memory of the host is that of the device
+        yield _more_of_the_optimizer(plan)
+        yield ({"offload.activations": count} for count in _more_layers(plan))
     for axis in ("tp", "pp", "cp"):
         yield map(partial(_wider, plan, axis), _doublings(layout.dp))
 
@@ -86,6 +90,21 @@ def _smaller_micro(plan: Plan) -> Iterator[int]:
 def _more_recompute(plan: Plan) -> Sequence[str]:
     modes = ("none", "selective", "full")
     return modes[modes.index(plan.recompute.mode) + 1 :]
+
+
+def _more_of_the_optimizer(plan: Plan) -> Iterator[Changes]:
+    """Half and all of the moments in host memory, then the fp32 weights too."""
+    for share in (0.5, 1.0):
+        if share > plan.offload.optimizer:
+            yield {"offload.optimizer": share}
+    if plan.precision.dtype != "fp32" and not plan.offload.masters:
+        yield {"offload.optimizer": 1.0, "offload.masters": True}
+
+
+def _more_layers(plan: Plan) -> Iterator[int]:
+    """Half and all of the layers of a stage."""
+    most = max(len(content.layers) for content in plan.stages)
+    return (count for count in dict.fromkeys((-(-most // 2), most)) if count > plan.offload.activations)
 
 
 def _doublings(degree: int) -> Iterator[int]:

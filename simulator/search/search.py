@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from ...core.base.errors import ScheduleError
-from ...core.commands.options import SearchSpace
+from ...core.commands.options import SHARED_WITH_PLANS, SearchSpace
 from ...core.plan.plan import Plan
 from ...core.schedule import build, lower
 from ...core.schedule.schedule import Schedule
@@ -40,19 +40,6 @@ NUM_RANKED = 10
 MAX_SIMULATIONS = 200
 """Simulations after which the search stops even if bounds are left below the best; the report then
 says so under `rejected`."""
-
-SHARED_WITH_PLANS = (
-    "model",
-    "cluster",
-    "batch",
-    "precision",
-    "runtime",
-    "numerics",
-    "optimizer",
-    "data_parallel",
-    "offload",
-)
-"""What a search space takes from a plan."""
 
 REASONS = {
     "out-of-memory": "the worst rank's peak is above what is usable of the device's memory",

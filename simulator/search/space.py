@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...core.base.divisors import divisors
 from ...core.base.errors import LayoutError, PlanError
-from ...core.commands.options import SearchSpace
+from ...core.commands.options import SHARED_WITH_PLANS, SearchSpace
 from ...core.layout.layout import DEFAULT_ORDER, Layout
 from ...core.layout.microbatches import microbatch_counts
 from ...core.layout.stages import balanced_stages
@@ -324,8 +324,7 @@ def _names(space: SearchSpace, pp: int, vpp: int) -> list[str]:
 
 
 def _shared_nouns(space: SearchSpace) -> dict[str, Any]:
-    names = ("model", "cluster", "runtime", "precision", "numerics", "optimizer", "offload")
-    return {name: getattr(space, name) for name in names}
+    return {name: getattr(space, name) for name in SHARED_WITH_PLANS if name not in ("batch", "data_parallel")}
 
 
 def _zeros(space: SearchSpace, pinned: Pinned, tally: Tally, layout: Layout) -> tuple[int, ...]:

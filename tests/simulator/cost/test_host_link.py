@@ -100,6 +100,16 @@ def test_a_search_keeps_what_rests_in_host_memory():
     assert {each.offload for each in search(away).plans} == {Offload(4, 0.5)}
 
 
+def test_fp32_weights_pass_the_link_with_the_moments():
+    moments, weights = (
+        plan(tp=8, sequence=4096, offload=Offload(0, 1.0, masters=masters), **LARGE) for masters in (False, True)
+    )
+    times = [simulate(each).report["step_time_s"] for each in (moments, weights)]
+    moved = stage_sizes(weights)[0].offloaded_optimizer_bytes
+    assert moved == 3 * stage_sizes(moments)[0].offloaded_optimizer_bytes // 2
+    assert times[1] - times[0] == pytest.approx((moved / 3 + 2**24) / 55.6e9, rel=1e-6)
+
+
 def test_a_twin_offloads_the_layers_that_it_has():
     small, changes = twin(plan(tp=8, sequence=4096, offload=Offload(30, 1.0), **LARGE))
     assert small.offload == Offload(small.model.num_layers, 1.0)

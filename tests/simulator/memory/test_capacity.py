@@ -24,7 +24,7 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Recompute
+from shardproof.core.plan.sections import Batch, Offload, Recompute
 from shardproof.simulator.memory.capacity import capacities, capacity_of
 from shardproof.simulator.memory.reserved import (
     CONTEXT_BYTES,
@@ -194,6 +194,19 @@ def test_the_first_value_that_is_enough_is_offered_of_every_knob():
     assert ["batch.micro=1"] in offered and not fit(replace(plan, batch=replace(plan.batch, micro_size=2))).fits
     assert ["recompute.mode=full"] in offered and not fit(replace(plan, recompute=Recompute("selective"))).fits
     assert ["layout.tp=8", "layout.dp=1"] in offered and not fit(replace(plan, layout=Layout(tp=4, dp=2, zero=1))).fits
+
+
+def test_memory_of_the_host_is_offered_with_its_price_and_only_where_there_is_such():
+    plan = llama(Layout(tp=2, dp=4), micro=2)
+    steps = {tuple(remedy["set"]): remedy["step_time_s"] for remedy in fit(plan).remedies}
+    for offload, settings in (
+        (Offload(optimizer=1.0, masters=True), ("offload.optimizer=1.0", "offload.masters=true")),
+        (Offload(activations=32), ("offload.activations=32",)),
+    ):
+        assert steps[settings] == simulate(replace(plan, offload=offload)).report["step_time_s"]
+    assert not fit(replace(plan, offload=Offload(optimizer=1.0))).fits
+    host = replace(plan, cluster=replace(plan.cluster, collective_library="gloo"))
+    assert not any(text.startswith("offload") for remedy in fit(host).remedies for text in remedy["set"])
 
 
 def test_where_nothing_helps_the_hint_and_the_text_say_so(capsys):

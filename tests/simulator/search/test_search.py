@@ -27,6 +27,7 @@ from shardproof.core.plan.sections import (
     Recompute,
     Runtime,
     ScheduleChoice,
+    Train,
 )
 from shardproof.core.plan.stacks import STACKS
 from shardproof.core.schedule import CATALOG
@@ -52,6 +53,16 @@ BUILT_FAST = tuple(name for name in CATALOG if name != "ZBAuto")
 def space(devices=6, memory=80e9, model=MODEL, batch=BATCH, profile="shardproof", **pinned) -> SearchSpace:
     cluster = replace(cluster_preset("dgx-h100", devices), devices_per_node=devices, device_memory_bytes=memory)
     return SearchSpace(model, cluster, batch, runtime=Runtime(profile), pinned=pinned)
+
+
+def test_a_search_keeps_what_the_loss_takes():
+    train = Train(packed=True, z_loss=0.1)
+    given = replace(space(), train=train)
+    found = search(given)
+    assert {plan.train for plan in found.plans} == {train}
+    assert [simulate(plan).report["peak_memory_bytes"] for plan in found.plans] == [
+        each["peak_memory_bytes"] for each in found.report["candidates"]
+    ]
 
 
 def layouts(devices: int, cps: tuple[int, ...], eps: tuple[int, ...]) -> Iterator[Layout]:
