@@ -126,11 +126,16 @@ class PairedGroup(Group):
         super().__init__(forward.name, forward.axis, forward.ranks, forward.ranks[forward.rank], forward.recorder)
         self._forward, self._backward, self._baton = forward, backward, baton
 
+    @property
+    def _meant(self) -> Group:
+        action, _ = self.recorder.scope
+        return self._backward if action is not None and action.kind in _BACKWARDS else self._forward
+
     @contextmanager
     def _line(self) -> Iterator[Group]:
         action, _ = self.recorder.scope
         with self._baton.lent(action, self.axis):
-            yield self._backward if action is not None and action.kind in _BACKWARDS else self._forward
+            yield self._meant
 
     def waiting(self) -> AbstractContextManager[None]:
         return self._baton.lent()
@@ -158,6 +163,13 @@ class PairedGroup(Group):
     def reduce_scatter(self, parts: Sequence[Tensor], *, wide: bool = False) -> Tensor:
         with self._line() as group:
             return group.reduce_scatter(parts, wide=wide)
+
+    def want_room(self, sent_bytes: int, received_bytes: int) -> None:
+        for group in (self._forward, self._backward):
+            group.want_room(sent_bytes, received_bytes)
+
+    def room(self, like: Tensor, *shape: int) -> Tensor:
+        return self._meant.room(like, *shape)  # which waits for nobody
 
     def barrier(self) -> None:
         with self._line() as group:
