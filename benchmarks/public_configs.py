@@ -12,7 +12,7 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from shardproof.core.plan.plan import any_plan
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """What a file that leaves its devices open is read with: the fewest with which its plan holds."""
+
+LONGEST_REASON = 160
 
 COLUMNS = ("repository", "commit", "path", "sha256", "devices", "flags", "unaccounted", "seconds", "verdict", "reason")
 
@@ -49,14 +51,17 @@ class Row:
         return "\t".join(str(value) for value in shown)
 
 
-def rows(folder: Path, format: str) -> Iterator[Row]:
-    """The verdict of every file of a format below a folder, in the order of their paths."""
-    reader = next(each for each in READERS if each.name == format)
+def rows(folder: Path, format: str, suffixes: Sequence[str] = ()) -> Iterator[Row]:
+    """The verdict of every text of a format below a folder, each once, in the order of their paths."""
+    reader, seen = next(each for each in READERS if each.name == format), set()
     for commit_file in sorted(folder.glob("*/COMMIT")):
         for path in sorted(commit_file.parent.rglob("*")):
-            if not path.is_file() or path == commit_file:
+            if not path.is_file() or path == commit_file or (suffixes and path.suffix not in suffixes):
                 continue
             content = path.read_bytes()
+            if content in seen:  # forks keep what they were made of
+                continue
+            seen.add(content)
             text = content.decode("utf-8", errors="replace")
             name = str(path.relative_to(commit_file.parent))
             if reader.recognises(Request(text, name)):
@@ -96,7 +101,7 @@ def verdict(repository: str, commit: str, path: str, content: bytes, text: str, 
         strange,
         seconds,
         "refused" if reason else "plan",
-        " ".join(reason.split()),
+        " ".join(reason.split())[:LONGEST_REASON],
     )
 
 
@@ -114,9 +119,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--format", default="megatron")
+    parser.add_argument("--suffixes", nargs="*", default=[], help="only files with these, such as .sh")
     parser.add_argument("--seconds", action="store_true", help="with the time that each took")
     args = parser.parse_args()
-    found = list(rows(args.folder, args.format))
+    found = list(rows(args.folder, args.format, args.suffixes))
     print("\t".join(name for name in COLUMNS if args.seconds or name != "seconds"))
     for row in found:
         print(row.line(seconds=args.seconds))

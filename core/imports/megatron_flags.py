@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM that have a meaning in a plan, as data: what each is called, takes, means and defaults to.
+"""The arguments of Megatron-LM that mean something in a plan, as data: what each is called, takes, means, defaults to.
 
 `DIRECT` are those that are one key each; reading and writing both go by them. `COMBINED` are those of which several
 make one key, or one makes several; `megatron_meaning` and `megatron_write` say how. All others are in

@@ -39,8 +39,8 @@ from .shell_syntax import (
     Word,
 )
 
-MOST_ITERATIONS, MOST_STEPS, DEEPEST = 64, 20_000, 24
-"""Rounds of a loop, commands of a script, and calls in calls that are followed."""
+MOST_ITERATIONS, MOST_STEPS, DEEPEST, LONGEST = 64, 20_000, 24, 200_000
+"""Rounds of a loop, commands of a script, calls in calls that are followed, and characters of a variable."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,13 @@ class Argument:
 
 @dataclass(frozen=True)
 class Started:
-    """A command that the script starts, with its environment; `depends` is the line of the undecided condition that it
-    lies under, 0 for none."""
+    """A command that the script starts; `depends` is the line of the undecided condition that it lies under, 0 for
+    none, and `within` the command that it was given to as a text (`srun bash -c "..."`)."""
 
     arguments: tuple[Argument, ...]
     line: int
     depends: int = 0
+    within: tuple[Argument, ...] = ()
 
 
 class _Leave(Exception):
@@ -166,6 +167,7 @@ class _Shell:
     started: list[Started] = field(default_factory=list)
     depends: int = 0
     undecided: str = ""
+    within: tuple[Argument, ...] = ()
     depth: int = 0
     steps: int = 0
 
@@ -358,7 +360,7 @@ class _Shell:
             return name != "false"
         if name in self.functions:
             return self._call(name, arguments[1:])
-        if name == "exit" or name == "exec" and len(arguments) == 1:
+        if name == "exit":
             raise _Leave
         if name in ("return", "break", "continue"):
             raise _Leave(returns=True)
@@ -395,11 +397,13 @@ class _Shell:
         if nested is None and (texts[0].rpartition("/")[2] in _HOLDERS or len(texts) == 1):
             nested = next((number for number, text in enumerate(texts) if _is_command(text)), None)
         if nested is not None:
+            outer, self.within = self.within, (*self.within, *arguments[:nested])
             self._nested(arguments[nested].pieces, subshell=True)
+            self.within = outer
         if command.here and texts[0].rpartition("/")[2] in (*_SHELLS, *_HOLDERS, "sbatch"):
             self._nested(self._joined(_expanding(command.here)), subshell=True)
         if nested is None:
-            self.started.append(Started(arguments, command.line, self.depends))
+            self.started.append(Started(arguments, command.line, self.depends, self.within))
 
     def _nested(self, pieces: Pieces, *, subshell: bool = False) -> bool | None:
         """Follows a text as a script of its own."""
@@ -456,6 +460,8 @@ class _Shell:
         if assignment.array is not None:
             new = self.fields(assignment.array)
             kept = old if isinstance(old, list) else [old] if old else []
+            if len(kept) + len(new) > LONGEST:
+                raise ShellSyntaxError(f"${name} grows beyond {LONGEST:,} words", assignment.line)
             self.environment[name] = [*kept, *new] if assignment.appends else new
             return
         value = self._joined(assignment.value or ())
@@ -466,6 +472,8 @@ class _Shell:
             value = (*old, *value)
         if name in self.given and any(piece.unknown for piece in value):
             value = self.given[name]  # type: ignore[assignment]
+        if sum(len(piece.text) for piece in value) > LONGEST or len(value) > LONGEST:
+            raise ShellSyntaxError(f"${name} grows beyond {LONGEST:,} characters", assignment.line)
         self.environment[name] = tuple(replace(piece, quoted=False) for piece in value)
 
     # -- words -----------------------------------------------------------------------------------------------------
@@ -476,6 +484,8 @@ class _Shell:
 
     def _split(self, word: Word) -> Iterator[Pieces]:
         current: list[Piece] | None = None
+        if _is_empty_array(word) and not any(self._values(part) for part in word if isinstance(part, Parameter)):
+            return
         for part in word:
             values = self._values(part)
             for number, pieces in enumerate(values):
@@ -679,6 +689,12 @@ def _is_command(text: str) -> bool:
     return ".py" in text and " --" in text and len(text.split()) > 2
 
 
+def _is_empty_array(word: Word) -> bool:
+    """True for `"${array[@]}"`, which is no word at all where the array is empty."""
+    arrays = [part for part in word if isinstance(part, Parameter) and part.index == "@" and part.quoted]
+    return bool(arrays) and all(part in arrays or (isinstance(part, Text) and not part.text) for part in word)
+
+
 def _literal_first(command: Simple) -> str:
     return "".join(part.text for part in command.words[0] if isinstance(part, Text)) if command.words else ""
 
@@ -827,23 +843,30 @@ def _level(tokens: list[str], level: int, environment: Environment, text: str) -
         right = _level(tokens, level + 1, environment, text)
         if operator in "/%" and right == 0:
             raise ValueError(f"{text} divides by zero")
-        quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1) if right else 0
-        left = {
-            "||": lambda a, b: int(bool(a or b)),
-            "&&": lambda a, b: int(bool(a and b)),
-            "==": lambda a, b: int(a == b),
-            "!=": lambda a, b: int(a != b),
-            "<": lambda a, b: int(a < b),
-            "<=": lambda a, b: int(a <= b),
-            ">": lambda a, b: int(a > b),
-            ">=": lambda a, b: int(a >= b),
-            "+": lambda a, b: a + b,
-            "-": lambda a, b: a - b,
-            "*": lambda a, b: a * b,
-            "/": lambda a, b: quotient,
-            "%": lambda a, b: a - b * quotient,
-        }[operator](left, right)
+        left = _operated(operator, left, right)
     return left
+
+
+def _operated(operator: str, left: int, right: int) -> int:
+    """Whole numbers as bash computes with them, which rounds quotients towards zero."""
+    if operator in "/%":
+        quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+        return quotient if operator == "/" else left - right * quotient
+    return int(
+        {
+            "||": bool(left or right),
+            "&&": bool(left and right),
+            "==": left == right,
+            "!=": left != right,
+            "<": left < right,
+            "<=": left <= right,
+            ">": left > right,
+            ">=": left >= right,
+            "+": left + right,
+            "-": left - right,
+            "*": left * right,
+        }[operator]
+    )
 
 
 def _atom(tokens: list[str], environment: Environment, text: str) -> int:

@@ -400,9 +400,9 @@ class Parser:
         start = self.position
         while True:
             self._skip()
-            if self.position >= len(self.text) or self.text[self.position] in "\n;|&)":
-                if not self.text.startswith("&>", self.position):
-                    break
+            ends = self.position >= len(self.text) or self.text[self.position] in "\n;|&)"
+            if ends and not self.text.startswith("&>", self.position):
+                break
             if self._redirection(here):
                 continue
             if self._at("("):
