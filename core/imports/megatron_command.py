@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ..base.errors import PlanError, Problem
 from ..base.findings import Location
 from .account import Request
 from .megatron_flags import Flag, all_flags
-from .shell import Argument, Started, arguments_in, commands_of, variables_of, words_of
-from .shell_syntax import ShellSyntaxError
+from .megatron_occurrences import Occurrence, TrainingCommand
+from .shell import Started, arguments_in, commands_of, variables_of
+from .shell_nodes import ShellSyntaxError
+from .shell_values import Argument, words_of
 
 LINE_VARIABLE = "TRAINING_LINE"
 """--variable TRAINING_LINE=40 chooses among several training commands."""
@@ -24,37 +25,6 @@ _NO_TRAINING = re.compile(
     r"|merge|lambada|prompt|tasks/|setup|torchrun|deepspeed$",
     re.IGNORECASE,
 )
-
-
-@dataclass(frozen=True)
-class Occurrence:
-    """One flag as given: its name, how it is spelled here, its values, and where `unknown` is not empty why they (or
-    whether it is given at all) are not known."""
-
-    flag: str
-    spelled: str
-    values: tuple[str, ...]
-    line: int
-    unknown: str = ""
-
-    @property
-    def value(self) -> str:
-        """Its values as written."""
-        return " ".join(self.values)
-
-
-@dataclass
-class TrainingCommand:
-    """A training command. `launcher` are the arguments before the program, `program` its name, and `num_devices` what
-    the launcher takes, None where it is not known (`devices_unknown` says why)."""
-
-    occurrences: list[Occurrence]
-    program: str = ""
-    program_line: int = 0
-    launcher: list[Occurrence] = field(default_factory=list)
-    num_devices: int | None = None
-    devices_unknown: str = ""
-    assumed: list[str] = field(default_factory=list)
 
 
 def training_command(request: Request) -> TrainingCommand:

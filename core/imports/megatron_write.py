@@ -14,9 +14,9 @@ from ..model.model import ModelSpec
 from ..plan.keys import key_named
 from ..plan.plan import Plan, build_plan
 from .account import Request
+from .exported import Exported, lost_keys
 from .megatron_flags import UNDER, Direct
 from .megatron_meaning import imported_from
-from .exported import Exported, lost_keys
 
 FILE = "pretrain.sh"
 

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.gates import sampled
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.cli import main
 from shardproof.core.imports.account import STATUSES, Request
 from shardproof.core.imports.given import import_file, values_of
+from shardproof.core.imports.megatron_experts import layer_pattern
 from shardproof.core.imports.megatron_flags import RELEASES, UNDER, all_flags
-from shardproof.core.imports.megatron_model import layer_pattern
 from shardproof.core.imports.megatron_write import write
 from shardproof.core.plan.keys import KEYS
 from shardproof.core.plan.plan import Plan, any_plan
-from tests.helpers.gates import sampled
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"
@@ -207,7 +207,7 @@ def test_the_last_of_one_argument_counts():
     ("arguments", "version"),
     [("--DDP-impl local", "2.5 to 2.6"), ("--moe-router-topk 2 --num-experts 4", "0.5 or later"), ("", "2.5 or later")],
 )
-def test_the_release_is_told_by_the_arguments(arguments, version):
+def test_the_release_follows_from_the_arguments(arguments, version):
     assert imported(BASE + arguments, num_devices=8).version == version
 
 
