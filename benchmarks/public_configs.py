@@ -86,6 +86,7 @@ def judged(folder: Path, repository: str, commit: str, path: str) -> dict[str, s
 
 def verdict_of(text: str, name: str, variables: dict[str, str]) -> tuple[str, Imported | None, str]:
     """`plan`, `refused` or `unreadable`, the account of a file where it has one, and the first reason."""
+    first: tuple[str, Imported | None, str] | None = None
     for devices in DEVICES:
         request = Request(text, name, devices, {}, variables)
         reader = reader_of(request)
@@ -97,12 +98,15 @@ def verdict_of(text: str, name: str, variables: dict[str, str]) -> tuple[str, Im
         except ShardproofError as error:
             return "unreadable", None, str(error.problems[0])
         refused = sorted(imported.of_status("refused"), key=lambda each: "--devices" in each.why)
-        if not refused:
-            return _plan_of(imported, name)
-        reason = f"{refused[0].flag}: {refused[0].why}"
-        if "--devices" not in refused[0].why:
-            break
-    return "refused", imported, reason
+        why = f"{refused[0].flag}: {refused[0].why}" if refused else ""
+        judged_so = ("refused", imported, why) if refused else _plan_of(imported, name)
+        if judged_so[0] == "plan":
+            return judged_so
+        first = first or judged_so
+        if refused and "--devices" not in refused[0].why:
+            return judged_so
+    assert first is not None
+    return first
 
 
 def _plan_of(imported: Imported, name: str) -> tuple[str, Imported, str]:

@@ -1,4 +1,4 @@
-"""Megatron-LM's argument lines, argument files and shell scripts: how they are told apart, and the way to the reader.
+"""Megatron-LM's argument lines, argument files and shell scripts: how they are recognised, and the way to the reader.
 
 The tables are imported when something is read.
 """

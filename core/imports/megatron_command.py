@@ -1,18 +1,19 @@
-"""The training command of a Megatron script, argument file or YAML file: its arguments, each with its line, and how many
+"""The training command of a Megatron script, argument file or YAML file: its arguments with their lines, and how many
 devices its launcher takes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ..base.errors import PlanError, Problem
 from ..base.findings import Location
 from .account import Request
 from .megatron_flags import Flag, all_flags
-from .shell import Argument, Started, arguments_in, commands_of, variables_of, words_of
-from .shell_syntax import ShellSyntaxError
+from .megatron_occurrences import Occurrence, TrainingCommand
+from .shell import Started, arguments_in, commands_of, variables_of
+from .shell_nodes import ShellSyntaxError
+from .shell_values import Argument, words_of
 
 LINE_VARIABLE = "TRAINING_LINE"
 """--variable TRAINING_LINE=40 chooses among several training commands."""
@@ -24,37 +25,6 @@ _NO_TRAINING = re.compile(
     r"|merge|lambada|prompt|tasks/|setup|torchrun|deepspeed$",
     re.IGNORECASE,
 )
-
-
-@dataclass(frozen=True)
-class Occurrence:
-    """One flag as given: its name, how it is spelled here, its values, and where `unknown` is not empty why they (or
-    whether it is given at all) are not known."""
-
-    flag: str
-    spelled: str
-    values: tuple[str, ...]
-    line: int
-    unknown: str = ""
-
-    @property
-    def value(self) -> str:
-        """Its values as written."""
-        return " ".join(self.values)
-
-
-@dataclass
-class TrainingCommand:
-    """A training command. `launcher` are the arguments before the program, `program` its name, and `num_devices` what
-    the launcher takes, None where it is not known (`devices_unknown` says why)."""
-
-    occurrences: list[Occurrence]
-    program: str = ""
-    program_line: int = 0
-    launcher: list[Occurrence] = field(default_factory=list)
-    num_devices: int | None = None
-    devices_unknown: str = ""
-    assumed: list[str] = field(default_factory=list)
 
 
 def training_command(request: Request) -> TrainingCommand:
@@ -74,7 +44,7 @@ def training_command(request: Request) -> TrainingCommand:
             return alone
     except ShellSyntaxError as error:
         raise _problem(request, f"this script is not understood: {error}", error.line) from None
-    return _chosen(request, [each for each in map(_split, started) if each is not None])
+    return _chosen(request, [each for each in (_split(one, variables) for one in started) if each is not None])
 
 
 def _of_variables(variables: Mapping[str, tuple[Argument, ...]]) -> TrainingCommand | None:
@@ -131,7 +101,7 @@ def _same(command: TrainingCommand) -> tuple[object, ...]:
     return tuple((each.flag, each.values) for each in command.occurrences)
 
 
-def _split(started: Started) -> tuple[Started, TrainingCommand] | None:
+def _split(started: Started, variables: Mapping[str, str]) -> tuple[Started, TrainingCommand] | None:
     """A started command as launcher, program and arguments; None for one that trains nothing."""
     arguments = started.arguments
     texts = [each.text for each in arguments]
@@ -149,8 +119,9 @@ def _split(started: Started) -> tuple[Started, TrainingCommand] | None:
         return None  # what a comment or a blank behind a backslash has cut off
     command = TrainingCommand(list(occurrences(arguments[number + 1 :])), program.rpartition("/")[2])
     command.program_line = arguments[number].line if number >= 0 else started.line
-    command.launcher = list(occurrences(arguments[: max(number, 0)], {}))
-    _count_devices(command, texts[: max(number, 0)])
+    launcher = (*started.within, *arguments[: max(number, 0)])
+    command.launcher = list(occurrences(launcher, {}))
+    _count_devices(command, [each.text for each in launcher], variables)
     if started.depends:
         command.assumed.append(f"the condition of line {started.depends} is taken to choose this training command")
     return started, command
@@ -258,7 +229,7 @@ def _slurm_variables(text: str) -> dict[str, str]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _count_devices(command: TrainingCommand, launcher: Sequence[str]) -> None:
+def _count_devices(command: TrainingCommand, launcher: Sequence[str], variables: Mapping[str, str]) -> None:
     """Sets how many devices the launcher takes."""
     counts: dict[str, int] = {}
     for each in command.launcher:
@@ -275,6 +246,11 @@ def _count_devices(command: TrainingCommand, launcher: Sequence[str]) -> None:
     starts = " ".join(launcher)
     if command.devices_unknown:
         return
+    if "per node" not in counts and "srun" in starts.split() and "nproc" not in starts:
+        tasks = variables.get("SLURM_NTASKS", "")
+        if tasks.isdigit():
+            command.num_devices = int(tasks)
+            return
     if "per node" in counts:
         command.num_devices = counts["per node"] * counts.get("nodes", 1)
     elif re.search(r"\bsrun\b|mpirun|deepspeed|torchrun|distributed|accelerate", starts) or not starts:

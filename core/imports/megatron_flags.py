@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM that have a meaning in a plan, as data: what each is called, takes, means and defaults to.
+"""The arguments of Megatron-LM that mean something in a plan, as data: what each is called, takes, means, defaults to.
 
 `DIRECT` are those that are one key each; reading and writing both go by them. `COMBINED` are those of which several
 make one key, or one makes several; `megatron_meaning` and `megatron_write` say how. All others are in
@@ -199,7 +199,8 @@ def all_flags() -> Mapping[str, Flag]:
 
     rows = [row for group in UNDER.values() for row in group]
     flags = {
-        row.flag: Flag(row.flag, "0" if row.kind in ("on", "off") else "1", *_SINCE.get(row.flag, ())) for row in rows
+        row.flag: Flag(row.flag, "0" if row.kind in ("on", "off") else "1", _SINCE.get(row.flag, RELEASES[0]))
+        for row in rows
     }
     flags |= read_flags(COMBINED)
     for status, why, text in OTHERS:
@@ -209,22 +210,22 @@ def all_flags() -> Mapping[str, Flag]:
     return flags
 
 
-_SINCE: Mapping[str, tuple[str, ...]] = {
-    "--context-parallel-size": ("0.4",),
-    "--expert-tensor-parallel-size": ("0.10",),
-    "--cross-entropy-loss-fusion": ("0.8",),
-    "--moe-router-topk": ("0.5",),
-    "--moe-z-loss-coeff": ("0.5",),
-    "--moe-ffn-hidden-size": ("0.9",),
-    "--moe-router-topk-scaling-factor": ("0.9",),
-    "--moe-router-num-groups": ("0.10",),
-    "--moe-router-group-topk": ("0.10",),
-    "--moe-router-enable-expert-bias": ("0.11",),
-    "--q-lora-rank": ("0.10",),
-    "--kv-lora-rank": ("0.10",),
-    "--rotary-base": ("0.8",),
-    "--overlap-moe-expert-parallel-comm": ("0.14",),
-    "--cpu-offloading-num-layers": ("0.16",),
-    "--mtp-loss-scaling-factor": ("0.12",),
+_SINCE: Mapping[str, str] = {
+    "--context-parallel-size": "0.4",
+    "--expert-tensor-parallel-size": "0.10",
+    "--cross-entropy-loss-fusion": "0.8",
+    "--moe-router-topk": "0.5",
+    "--moe-z-loss-coeff": "0.5",
+    "--moe-ffn-hidden-size": "0.9",
+    "--moe-router-topk-scaling-factor": "0.9",
+    "--moe-router-num-groups": "0.10",
+    "--moe-router-group-topk": "0.10",
+    "--moe-router-enable-expert-bias": "0.11",
+    "--q-lora-rank": "0.10",
+    "--kv-lora-rank": "0.10",
+    "--rotary-base": "0.8",
+    "--overlap-moe-expert-parallel-comm": "0.14",
+    "--cpu-offloading-num-layers": "0.16",
+    "--mtp-loss-scaling-factor": "0.12",
 }
 """First release of the rows that are one key each, where it tells releases apart."""

@@ -7,9 +7,10 @@ import math
 from ..base.findings import NOWHERE
 from ..plan.toml import Given
 from .account import Imported, Request, Setting
-from .megatron_command import LAUNCHER, TrainingCommand, training_command
+from .megatron_command import LAUNCHER, training_command
 from .megatron_layout import read_layout
 from .megatron_model import read_model
+from .megatron_occurrences import TrainingCommand
 from .megatron_reading import Reading, detected_version
 from .megatron_runtime import read_runtime
 

@@ -11,8 +11,8 @@ from ..base.findings import NOWHERE, Location
 from ..plan.keys import key_named
 from ..plan.toml import Given, Values
 from .account import Setting, Status
-from .megatron_command import Occurrence, TrainingCommand
 from .megatron_flags import ALIASES, RELEASES, Direct, Flag, all_flags
+from .megatron_occurrences import Occurrence, TrainingCommand
 
 HINT = "Give --variable {name}=VALUE."
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*|\d)")
@@ -175,8 +175,8 @@ class Reading:
 
     def _strange(self, each: Occurrence) -> str:
         if each.flag.startswith("-") and not each.unknown.startswith("$"):
-            alike = [name for name in self.flags if name[:5] == each.flag[:5]]  # all of them take long to compare
-            near = did_you_mean(each.flag, alike)
+            nearby = [name for name in self.flags if name[:5] == each.flag[:5]]  # all of them take long to compare
+            near = did_you_mean(each.flag, nearby)
             return "no release of Megatron-LM in the table, nor a fork in it, has this argument" + near
         if each.unknown:
             names = _NAME.findall(each.flag)

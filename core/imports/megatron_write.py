@@ -100,7 +100,7 @@ def _rows(plan: Plan, rows: tuple[Direct, ...]) -> Iterator[Line]:
             continue
         key = key_named(row.key)
         value = getattr(getattr(plan, section), key.attribute or name)
-        if value is None:
+        if value is None and (row.key != "data_parallel.overlap_param_gather" or plan.layout.zero):
             value = _AS_PROFILE.get(row.key)
         if value is None:
             continue

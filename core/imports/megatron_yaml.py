@@ -7,8 +7,8 @@ from typing import Any
 
 from ..base.errors import PlanError
 from .account import Request
-from .megatron_command import Occurrence, TrainingCommand
 from .megatron_flags import Flag, all_flags
+from .megatron_occurrences import Occurrence, TrainingCommand
 
 
 def command_of_yaml(request: Request) -> TrainingCommand:

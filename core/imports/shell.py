@@ -1,4 +1,4 @@
-"""What a shell script would start, as far as that can be told without executing it.
+"""What a shell script would start, as far as that can be known without executing it.
 
 `commands_of` follows assignments, arrays, expansions, arithmetic over whole numbers and decided branches, and gives
 every command with its arguments, each argument with the line that it is written on. What cannot be known (`$( )`,
@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from .shell_syntax import (
+from .shell_arithmetic import changed, evaluate
+from .shell_conditions import Condition
+from .shell_nodes import (
     DECLARING,
     OPAQUE,
     AndOr,
@@ -29,7 +31,6 @@ from .shell_syntax import (
     Negated,
     Opaque,
     Parameter,
-    Parser,
     Part,
     Pipeline,
     ShellSyntaxError,
@@ -38,61 +39,34 @@ from .shell_syntax import (
     While,
     Word,
 )
+from .shell_syntax import Parser
+from .shell_values import (
+    Argument,
+    Array,
+    Environment,
+    Piece,
+    Pieces,
+    common_array,
+    common_text,
+    differs,
+    spaced,
+    text_of,
+    words_of,
+)
 
-MOST_ITERATIONS, MOST_STEPS, DEEPEST = 64, 20_000, 24
-"""Rounds of a loop, commands of a script, and calls in calls that are followed."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Characters of one line. `unknown` says why they are not known, and `text` is then how they are written; of pieces
-    that branches set differently, `alternatives` are what each sets."""
-
-    text: str
-    line: int
-    quoted: bool = False
-    unknown: str = ""
-    alternatives: tuple[Pieces, ...] = ()
-
-
-Pieces = tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One argument of a command."""
-
-    pieces: Pieces
-
-    @property
-    def text(self) -> str:
-        """As far as it is known; what is not is as the script has it."""
-        return "".join(piece.text for piece in self.pieces)
-
-    @property
-    def line(self) -> int:
-        """The line where it begins."""
-        return next((piece.line for piece in self.pieces if piece.text), self.pieces[0].line if self.pieces else 0)
-
-    @property
-    def unknown(self) -> str:
-        """Why it is not known; empty where it is."""
-        return next((piece.unknown for piece in self.pieces if piece.unknown), "")
-
-    @property
-    def alternatives(self) -> tuple[Pieces, ...]:
-        """What the branches of an undecided condition make of it, where it is nothing else."""
-        return self.pieces[0].alternatives if len(self.pieces) == 1 else ()
+MOST_ITERATIONS, MOST_STEPS, DEEPEST, LONGEST = 64, 20_000, 24, 200_000
+"""Rounds of a loop, commands of a script, calls in calls that are followed, and characters of a variable."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """A command that the script starts, with its environment; `depends` is the line of the undecided condition that it
-    lies under, 0 for none."""
+    """A command that the script starts; `depends` is the line of the undecided condition that it lies under, 0 for
+    none, and `within` the command that it was given to as a text (`srun bash -c "..."`)."""
 
     arguments: tuple[Argument, ...]
     line: int
     depends: int = 0
+    within: tuple[Argument, ...] = ()
 
 
 class _Leave(Exception):
@@ -101,10 +75,6 @@ class _Leave(Exception):
     def __init__(self, *, returns: bool = False):
         super().__init__()
         self.returns = returns
-
-
-Array = list[Pieces]
-Environment = dict[str, "Pieces | Array"]
 
 
 def commands_of(text: str, variables: Mapping[str, str]) -> tuple[Started, ...]:
@@ -143,21 +113,6 @@ def variables_of(text: str, variables: Mapping[str, str]) -> dict[str, tuple[Arg
     }
 
 
-def words_of(pieces: Iterable[Piece]) -> tuple[Argument, ...]:
-    """Text that is split at its blanks; what is not known stays whole."""
-    found: list[list[Piece]] = [[]]
-    for piece in pieces:
-        if piece.unknown:
-            found[-1].append(piece)
-            continue
-        for letters in re.findall(r"\s+|\S+", piece.text):
-            if letters.isspace():
-                found.append([])
-            else:
-                found[-1].append(Piece(letters, piece.line))
-    return tuple(Argument(tuple(each)) for each in found if each)
-
-
 @dataclass
 class _Shell:
     given: Environment
@@ -166,6 +121,7 @@ class _Shell:
     started: list[Started] = field(default_factory=list)
     depends: int = 0
     undecided: str = ""
+    within: tuple[Argument, ...] = ()
     depth: int = 0
     steps: int = 0
 
@@ -232,7 +188,8 @@ class _Shell:
             self.environment = saved
 
     def _if(self, command: If) -> bool | None:
-        open_bodies, why = [], ""
+        open_bodies: list[tuple[Command, ...]] = []
+        why = ""
         for condition, body in command.branches:
             truth = self.run(condition)
             if truth is True and not open_bodies:
@@ -252,7 +209,7 @@ class _Shell:
 
     def _case(self, command: Case) -> bool | None:
         word = Argument(self._joined(command.word))
-        possible = []
+        possible: list[tuple[Command, ...]] = []
         for patterns, body in command.branches:
             matches = [self._matches(word, Argument(self._joined(pattern))) for pattern in patterns]
             if any(matches) and not possible:
@@ -334,12 +291,12 @@ class _Shell:
             elif name in self.given:
                 agreed[name] = self.given[name]
             elif any(isinstance(value, list) for value in values):
-                agreed[name] = _common_array(
-                    [value if isinstance(value, list) else [] for value in values], _differs(name, where, why)
+                agreed[name] = common_array(
+                    [value if isinstance(value, list) else [] for value in values], differs(name, where, why)
                 )
             else:
                 texts = [() if value is None or isinstance(value, list) else value for value in values]
-                agreed[name] = _common_text(texts, _differs(name, where, why), [value is None for value in values])
+                agreed[name] = common_text(texts, differs(name, where, why), [value is None for value in values])
         return agreed
 
     def _simple(self, command: Simple) -> bool | None:
@@ -358,7 +315,7 @@ class _Shell:
             return name != "false"
         if name in self.functions:
             return self._call(name, arguments[1:])
-        if name == "exit" or (name == "exec" and len(arguments) == 1):
+        if name == "exit":
             raise _Leave
         if name in ("return", "break", "continue"):
             raise _Leave(returns=True)
@@ -368,7 +325,7 @@ class _Shell:
         elif name in ("read", "mapfile", "readarray"):
             self._read(arguments[1:], command)
         elif name == "eval":
-            return self._nested(_spaced([each.pieces for each in arguments[1:]]))
+            return self._nested(spaced([each.pieces for each in arguments[1:]]))
         elif name not in ("echo", "printf", *DECLARING, "set", "shift", "trap", "source", "."):
             self._start(arguments, command)
         return None
@@ -395,11 +352,13 @@ class _Shell:
         if nested is None and (texts[0].rpartition("/")[2] in _HOLDERS or len(texts) == 1):
             nested = next((number for number, text in enumerate(texts) if _is_command(text)), None)
         if nested is not None:
+            outer, self.within = self.within, (*self.within, *arguments[:nested])
             self._nested(arguments[nested].pieces, subshell=True)
+            self.within = outer
         if command.here and texts[0].rpartition("/")[2] in (*_SHELLS, *_HOLDERS, "sbatch"):
             self._nested(self._joined(_expanding(command.here)), subshell=True)
         if nested is None:
-            self.started.append(Started(arguments, command.line, self.depends))
+            self.started.append(Started(arguments, command.line, self.depends, self.within))
 
     def _nested(self, pieces: Pieces, *, subshell: bool = False) -> bool | None:
         """Follows a text as a script of its own."""
@@ -455,8 +414,10 @@ class _Shell:
         name, old = assignment.name, self.environment.get(assignment.name)
         if assignment.array is not None:
             new = self.fields(assignment.array)
-            kept = old if isinstance(old, list) else [old] if old else []
-            self.environment[name] = [*kept, *new] if assignment.appends else new
+            before = old if isinstance(old, list) else [old] if old else []
+            if len(before) + len(new) > LONGEST:
+                raise ShellSyntaxError(f"${name} grows beyond {LONGEST:,} words", assignment.line)
+            self.environment[name] = [*before, *new] if assignment.appends else new
             return
         value = self._joined(assignment.value or ())
         if assignment.appends and old is not None:
@@ -466,6 +427,8 @@ class _Shell:
             value = (*old, *value)
         if name in self.given and any(piece.unknown for piece in value):
             value = self.given[name]  # type: ignore[assignment]
+        if sum(len(piece.text) for piece in value) > LONGEST or len(value) > LONGEST:
+            raise ShellSyntaxError(f"${name} grows beyond {LONGEST:,} characters", assignment.line)
         self.environment[name] = tuple(replace(piece, quoted=False) for piece in value)
 
     # -- words -----------------------------------------------------------------------------------------------------
@@ -476,6 +439,8 @@ class _Shell:
 
     def _split(self, word: Word) -> Iterator[Pieces]:
         current: list[Piece] | None = None
+        if _is_empty_array(word) and not any(self._values(part) for part in word if isinstance(part, Parameter)):
+            return
         for part in word:
             values = self._values(part)
             for number, pieces in enumerate(values):
@@ -500,7 +465,7 @@ class _Shell:
 
     def _joined(self, word: Word) -> Pieces:
         """The word after expansion, unsplit."""
-        return tuple(piece for part in word for piece in _spaced(self._values(part)))
+        return tuple(piece for part in word for piece in spaced(self._values(part)))
 
     def _values(self, part: Part) -> Array:
         """What a part becomes: one value, or one for each element of an array."""
@@ -526,7 +491,7 @@ class _Shell:
             elif part.operator == "#":
                 return [(Piece(str(len(elements)), part.line),)]
             elif not part.operator or elements:
-                return [_spaced(elements)] if part.index == "*" and part.quoted else list(elements)
+                return [spaced(elements)] if part.index == "*" and part.quoted else list(elements)
             else:
                 value = None
         elif part.name in ("@", "*") and value is None and not part.operator:
@@ -536,7 +501,7 @@ class _Shell:
     def _scalar(self, part: Parameter, value: Pieces | None) -> Array:
         operator, unknown = part.operator, self._unknown(part)
         is_known = value is not None and not any(piece.unknown for piece in value)
-        is_empty = value is None or (":" in operator and is_known and not _text(value))
+        is_empty = value is None or (":" in operator and is_known and not text_of(value))
         if operator in (":-", "-", ":=", "="):
             if not is_empty:
                 return [value or ()]
@@ -555,8 +520,8 @@ class _Shell:
         argument = self._joined(part.argument)
         if not is_known or any(piece.unknown for piece in argument):
             return [(unknown,)]
-        changed = _changed(operator, _text(value), _text(argument), self.environment)
-        return [(unknown,)] if changed is None else [(Piece(changed, part.line),)]
+        text = changed(operator, text_of(value), text_of(argument), self.environment)
+        return [(unknown,)] if text is None else [(Piece(text, part.line),)]
 
     def _unknown(self, part: Parameter) -> Piece:
         name = part.name
@@ -573,7 +538,7 @@ class _Shell:
         why = next((piece.unknown for piece in pieces if piece.unknown), "")
         if not why:
             try:
-                return Piece(str(_evaluate(_text(pieces), self.environment)), part.line)
+                return Piece(str(evaluate(text_of(pieces), self.environment)), part.line)
             except ValueError as error:
                 why = str(error)
         return Piece(part.written, part.line, unknown=why)
@@ -583,91 +548,14 @@ class _Shell:
     def _test(self, name: str, arguments: Sequence[Argument]) -> bool | None:
         if name == "((":
             try:
-                return bool(_evaluate(re.sub(r"\$\{?(\w+)\}?", r"\1", arguments[1].text), self.environment))
+                return bool(evaluate(re.sub(r"\$\{?(\w+)\}?", r"\1", arguments[1].text), self.environment))
             except ValueError:
                 return None
         words = list(arguments[1:])
         if words and words[-1].text in ("]", "]]"):
             words.pop()
         self.undecided = next((each.unknown for each in words if each.unknown), "")
-        return _Test(words).disjunction()
-
-
-@dataclass
-class _Test:
-    """A condition, in three values: None is not known."""
-
-    words: list[Argument]
-
-    def disjunction(self) -> bool | None:
-        left = self.conjunction()
-        while self._takes("||", "-o"):
-            right = self.conjunction()
-            left = True if True in (left, right) else None if None in (left, right) else False
-        return left
-
-    def conjunction(self) -> bool | None:
-        left = self.term()
-        while self._takes("&&", "-a"):
-            right = self.term()
-            left = False if False in (left, right) else None if None in (left, right) else True
-        return left
-
-    def _takes(self, *operators: str) -> bool:
-        if self.words and self.words[0].text in operators:
-            self.words.pop(0)
-            return True
-        return False
-
-    def term(self) -> bool | None:
-        if self._takes("!"):
-            truth = self.term()
-            return None if truth is None else not truth
-        if self._takes("("):
-            truth = self.disjunction()
-            self._takes(")")
-            return truth
-        if not self.words:
-            return False
-        first = self.words.pop(0)
-        if re.fullmatch(r"-[a-zA-Z]", first.text) and self.words and self.words[0].text not in ("&&", "||", ")"):
-            return _unary(first.text, self.words.pop(0))
-        if len(self.words) >= 2 and self.words[0].text in _COMPARISONS:
-            operator, second = self.words.pop(0).text, self.words.pop(0)
-            return _compared(operator, first, second)
-        return None if first.unknown else bool(first.text)
-
-
-def _unary(operator: str, operand: Argument) -> bool | None:
-    if operator not in ("-z", "-n"):
-        return None
-    if any(piece.text and not piece.unknown for piece in operand.pieces):
-        return operator == "-n"
-    return None if operand.unknown else operator == "-z"
-
-
-_COMPARISONS = ("==", "=", "!=", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "<", ">", "=~")
-
-
-def _compared(operator: str, left: Argument, right: Argument) -> bool | None:
-    if left.unknown or right.unknown or operator == "=~":
-        return None
-    if operator in ("==", "=", "!="):
-        return fnmatch.fnmatchcase(left.text, right.text) == (operator != "!=")
-    try:
-        difference = int(left.text) - int(right.text)
-    except ValueError:
-        return None
-    return {
-        "-eq": difference == 0,
-        "-ne": difference != 0,
-        "-lt": difference < 0,
-        "-le": difference <= 0,
-        "-gt": difference > 0,
-        "-ge": difference >= 0,
-        "<": difference < 0,
-        ">": difference > 0,
-    }[operator]
+        return Condition(words).disjunction()
 
 
 _SHELLS = ("bash", "sh", "zsh")
@@ -677,6 +565,12 @@ _HOLDERS = ("srun", "ssh", "mpirun", "pdsh", "docker", "singularity", "apptainer
 
 def _is_command(text: str) -> bool:
     return ".py" in text and " --" in text and len(text.split()) > 2
+
+
+def _is_empty_array(word: Word) -> bool:
+    """True for `"${array[@]}"`, which is no word at all where the array is empty."""
+    arrays = [part for part in word if isinstance(part, Parameter) and part.index == "@" and part.quoted]
+    return bool(arrays) and all(part in arrays or (isinstance(part, Text) and not part.text) for part in word)
 
 
 def _literal_first(command: Simple) -> str:
@@ -717,165 +611,5 @@ def _expanding(word: Word) -> Word:
     text = "".join(part.text for part in word if isinstance(part, Text))
     lines = [part.line for part in word if isinstance(part, Text) for _ in part.text]
     parts: list[Part] = []
-    Parser(text, lines)._double(parts, "")
+    Parser(text, lines).double(parts, "")
     return tuple(parts)
-
-
-def _text(pieces: Iterable[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
-
-
-def _spaced(values: Sequence[Pieces]) -> Pieces:
-    """Values with a blank between them."""
-    joined: list[Piece] = []
-    for number, pieces in enumerate(values):
-        if number:
-            joined.append(Piece(" ", pieces[0].line if pieces else 0))
-        joined += pieces
-    return tuple(joined)
-
-
-def _differs(name: str, where: str, why: str) -> Piece:
-    """The piece that stands for a variable which branches set differently."""
-    cause = (
-        f"{why}, and {where} sets ${name} by it" if why else f"${name} is set by {where}, whose condition is not known"
-    )
-    return Piece(f"${name}", int(where.split()[1]), unknown=cause)
-
-
-def _common_array(values: Sequence[Array], piece: Piece) -> Array:
-    """The elements that all begin with, and one for what they differ in."""
-    same = _common_length(values)
-    rest = tuple(_spaced(value[same:]) for value in values)
-    return [*values[0][:same], (replace(piece, alternatives=rest),)]
-
-
-def _common_text(values: Sequence[Pieces], piece: Piece, unset: Sequence[bool]) -> Pieces:
-    same = _common_length(values) if not any(unset) else 0
-    rest = tuple(tuple(value[same:]) for value in values)
-    return (*values[0][:same], replace(piece, alternatives=rest))
-
-
-def _common_length(values: Sequence[Sequence[object]]) -> int:
-    shortest = min(map(len, values))
-    return next(
-        (number for number in range(shortest) if any(value[number] != values[0][number] for value in values)), shortest
-    )
-
-
-def _changed(operator: str, value: str, argument: str, environment: Environment) -> str | None:
-    """A value behind an operator of `${ }`; None for one that is not known."""
-    if operator == "#" and not argument:
-        return str(len(value))
-    if operator in ("#", "##", "%", "%%"):
-        return _trimmed(operator, value, argument)
-    if operator in ("/", "//"):
-        pattern, _, new = argument.partition("/")
-        if set("*?[") & {*pattern} or not pattern:
-            return None
-        return value.replace(pattern, new, -1 if operator == "//" else 1)
-    if operator == ":":
-        start, _, length = argument.partition(":")
-        try:
-            first = _evaluate(start, environment)
-            return value[first:] if not length else value[first:][: _evaluate(length, environment)]
-        except ValueError:
-            return None
-    cases = {"^^": value.upper(), ",,": value.lower(), "^": value[:1].upper() + value[1:]}
-    return cases.get(operator) if not argument else None
-
-
-def _trimmed(operator: str, value: str, pattern: str) -> str:
-    """The value without the shortest or longest beginning or end that a pattern matches."""
-    ends = range(len(value) + 1)
-    lengths = ends if len(operator) == 1 else reversed(ends)
-    for length in lengths:
-        part = value[:length] if operator[0] == "#" else value[len(value) - length :]
-        if fnmatch.fnmatchcase(part, pattern):
-            return value[length:] if operator[0] == "#" else value[: len(value) - length]
-    return value
-
-
-_TOKEN = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*)|(\*\*|<=|>=|==|!=|&&|\|\||[-+*/%()<>!?:]))")
-
-_LEVELS = (("||",), ("&&",), ("==", "!="), ("<", "<=", ">", ">="), ("+", "-"), ("*", "/", "%"))
-
-
-def _evaluate(text: str, environment: Environment) -> int:
-    """The value of an arithmetic expression. Raises ValueError for what is not known, or no expression."""
-    tokens: list[str] = []
-    position = 0
-    text = text.strip()
-    while position < len(text):
-        found = _TOKEN.match(text, position)
-        if found is None:
-            raise ValueError(f"{text} is no arithmetic that is understood")
-        tokens.append(found[0].strip())
-        position = found.end()
-    value = _level(tokens, 0, environment, text)
-    if tokens:
-        raise ValueError(f"{text} is no arithmetic that is understood")
-    return value
-
-
-def _level(tokens: list[str], level: int, environment: Environment, text: str) -> int:
-    if level == len(_LEVELS):
-        return _atom(tokens, environment, text)
-    left = _level(tokens, level + 1, environment, text)
-    while tokens and tokens[0] in _LEVELS[level]:
-        operator = tokens.pop(0)
-        right = _level(tokens, level + 1, environment, text)
-        if operator in "/%" and right == 0:
-            raise ValueError(f"{text} divides by zero")
-        quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1) if right else 0
-        left = {
-            "||": lambda a, b: int(bool(a or b)),
-            "&&": lambda a, b: int(bool(a and b)),
-            "==": lambda a, b: int(a == b),
-            "!=": lambda a, b: int(a != b),
-            "<": lambda a, b: int(a < b),
-            "<=": lambda a, b: int(a <= b),
-            ">": lambda a, b: int(a > b),
-            ">=": lambda a, b: int(a >= b),
-            "+": lambda a, b: a + b,
-            "-": lambda a, b: a - b,
-            "*": lambda a, b: a * b,
-            "/": lambda a, b: quotient,
-            "%": lambda a, b: a - b * quotient,
-        }[operator](left, right)
-    return left
-
-
-def _atom(tokens: list[str], environment: Environment, text: str) -> int:
-    token = tokens.pop(0) if tokens else ""
-    if token in ("-", "+", "!"):
-        value = _atom(tokens, environment, text)
-        return -value if token == "-" else value if token == "+" else int(not value)
-    if token == "(":
-        value = _level(tokens, 0, environment, text)
-        if not tokens or tokens.pop(0) != ")":
-            raise ValueError(f"{text} is no arithmetic that is understood")
-    elif token.isdigit():
-        value = int(token)
-    else:
-        value = _variable(token, environment, text)
-    if tokens and tokens[0] == "**":
-        tokens.pop(0)
-        power = _atom(tokens, environment, text)
-        if not 0 <= power <= 64 or abs(value) > 2**32:
-            raise ValueError(f"{text} is too large")
-        return value**power
-    return value
-
-
-def _variable(name: str, environment: Environment, text: str) -> int:
-    value = environment.get(name)
-    if not name.isidentifier() or value is None:
-        raise ValueError(f"${name} is not set in the script" if name.isidentifier() else f"{text} is no arithmetic")
-    pieces = value if isinstance(value, tuple) else value[0] if value else ()
-    if why := next((piece.unknown for piece in pieces if piece.unknown), ""):
-        raise ValueError(why)
-    written = _text(pieces).strip()
-    if not re.fullmatch(r"-?\d{1,18}", written):
-        raise ValueError(f"${name} is {written!r}, which is no whole number")
-    return int(written)

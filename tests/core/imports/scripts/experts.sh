@@ -1,0 +1,13 @@
+torchrun --nproc_per_node 8 --nnodes 8 pretrain_gpt.py \
+    --num-layers 27 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 10944 \
+    --num-experts 64 --moe-ffn-hidden-size 1408 --moe-router-topk 6 --moe-layer-freq "([0]*1+[1]*26)" \
+    --moe-shared-expert-intermediate-size 2816 --moe-router-pre-softmax --moe-router-load-balancing-type seq_aux_loss \
+    --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --moe-grouped-gemm \
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
+    --multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 \
+    --rotary-scaling-factor 40 --mscale 0.707 --mscale-all-dim 0.707 \
+    --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope \
+    --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 \
+    --seq-length 4096 --max-position-embeddings 163840 --micro-batch-size 1 --global-batch-size 512 \
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --use-distributed-optimizer --bf16 --lr 1e-4 \
+    --tokenizer-type NullTokenizer --vocab-size 102400

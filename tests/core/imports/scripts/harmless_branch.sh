@@ -1,0 +1,8 @@
+#!/bin/bash
+if [ -d "$RESTART" ]; then
+    FROM="--load $RESTART --finetune"
+else
+    FROM=""
+fi
+torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 8 --hidden-size 512 --num-attention-heads 8 \
+    --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --lr 1e-3 --bf16 $FROM

@@ -1,0 +1,380 @@
+"""Megatron's arguments as plans: what each script of ours comes to, and that plans survive the way there and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.gates import sampled
+from shardproof.core.base.errors import PlanError
+from shardproof.core.commands.cli import main
+from shardproof.core.imports.account import STATUSES, Request
+from shardproof.core.imports.given import import_file, values_of
+from shardproof.core.imports.megatron_experts import layer_pattern
+from shardproof.core.imports.megatron_flags import RELEASES, UNDER, all_flags
+from shardproof.core.imports.megatron_write import write
+from shardproof.core.plan.keys import KEYS
+from shardproof.core.plan.plan import Plan, any_plan
+from shardproof.core.plan.toml import Given
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE / "scripts"
+
+PLANS = {
+    "arrays.sh": {
+        "cluster.num_devices": 16,
+        "layout.vpp": 4,
+        "layout.zero": 1,
+        "layout.sequence_parallel": True,
+        "model.num_kv_heads": 8,
+        "model.vocab_size": 128512,
+        "model.bias": False,
+        "model.tied_embeddings": False,
+        "schedule.name": "Interleaved1F1B",
+        "data_parallel.overlap_grad_reduce": True,
+        "data_parallel.overlap_param_gather": False,
+        "precision.dtype": "bf16",
+    },
+    "text_variables.sh": {
+        "layout.tp": 2,
+        "layout.pp": 2,
+        "batch.global_size": 32,
+        "precision.dtype": "fp16",
+        "precision.initial_loss_scale": 2.0**32,
+        "model.attention_dropout": 0.1,
+        "model.activation": "gelu_tanh",
+        "model.ffn_hidden_size": 3072,
+        "model.tied_embeddings": True,
+        "model.position": "learned",
+        "optimizer.betas": (0.9, 0.999),
+        "optimizer.weight_decay": 0.01,
+    },
+    "harmless_branch.sh": {"batch.global_size": 8},
+    "case_function.sh": {"model.num_layers": 32, "model.hidden_size": 4096, "cluster.num_devices": 8},
+    "slurm.sh": {"cluster.num_devices": 32, "layout.dp": 2},
+    "nested_quotes.slurm": {"cluster.num_devices": 16, "model.num_layers": 24},
+    "experts.sh": {
+        "layout.ep": 8,
+        "layout.etp": 1,
+        "model.num_experts": 64,
+        "model.first_dense_layers": 1,
+        "model.num_shared_experts": 2,
+        "model.normalized_router_weights": False,
+        "model.kv_lora_rank": 512,
+        "model.rope_scaling": "yarn",
+        "train.router_aux_loss": 1e-3,
+    },
+    "uneven.sh": {"layout.stages": "Et*7|t*8|t*8|t*7L"},
+    "counted_embedding.sh": {"layout.stages": "Et*3|t*4|t*4|t*3L"},
+    "layout_string.sh": {"layout.vpp": 2, "schedule.name": "Interleaved1F1B"},
+    "recompute.sh": {"recompute.mode": "full", "recompute.num_layers": 4, "recompute.distribute": True},
+    "old_release.sh": {
+        "layout.tp": 2,
+        "batch.micro_size": 8,
+        "batch.global_size": 32,
+        "runtime.profile": "megatron-2021",
+        "recompute.mode": "full",
+    },
+    "deepspeed.sh": {"cluster.num_devices": 16, "layout.zero": 1, "runtime.profile": "megatron-deepspeed-2023"},
+}
+"""Script -> some keys of the plan that it describes."""
+
+REFUSED = {
+    "plain.args": (0, "Give --devices N"),
+    "model_config.yaml": (0, "Give --devices N"),
+    "unknown_value.sh": (5, "--variable 1=VALUE"),
+    "undecided_branch.sh": (4, "--variable WIDE=VALUE"),
+    "cut_off.sh": (2, "a backslash with a blank behind it"),
+    "mistyped.sh": (2, "did you mean '--tensor-model-parallel-size'?"),
+    "state_space.sh": (3, "state-space"),
+}
+"""Script -> the line that is refused, and words of the reason."""
+
+
+def devices(number: int) -> dict[str, dict[str, Given]]:
+    """What --devices gives."""
+    return {"cluster": {"num_devices": Given(number, "--devices")}}
+
+
+def imported(text: str, name: str = "pretrain.sh", **given):
+    found = import_file(Request(text, name, **given))
+    assert found is not None
+    return found
+
+
+def value(plan: Plan, key: str):
+    section, _, name = key.partition(".")
+    return getattr(getattr(plan, section), name)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_script_is_this_plan(name):
+    values, account = values_of(str(SCRIPTS / name))
+    plan = any_plan(values, name)
+    assert {key: value(plan, key) for key in PLANS[name]} == PLANS[name]
+    assert account is not None
+    assert {each.status for each in account.settings} <= {*STATUSES}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_script_is_refused_with_its_line_and_what_helps(name):
+    line, words = REFUSED[name]
+    with pytest.raises(PlanError) as refused:
+        values_of(str(SCRIPTS / name))
+    said = str(refused.value)
+    assert words in said
+    assert f"{name}:{line}: " in said or not line
+
+
+def test_every_script_is_here_and_every_argument_of_it_accounted_for():
+    assert {path.name for path in SCRIPTS.iterdir()} == {*PLANS, *REFUSED, "two_commands.sh"}
+    text = (SCRIPTS / "arrays.sh").read_text()
+    written = {word.strip("()") for line in text.split("\n") for word in line.split("#")[0].split() if "--" in word}
+    assert {each.flag for each in imported(text).settings if each.line} == {
+        word.removeprefix("LAUNCH=(").removeprefix("LAYOUT=(").removeprefix("TRAIN=(").removeprefix("TRAIN+=(")
+        for word in written
+    } - {"--fp16"}
+
+
+def test_devices_make_a_plan_of_arguments_alone():
+    values, _ = values_of(str(SCRIPTS / "plain.args"), options=devices(16))
+    assert any_plan(values, "plain.args").layout.dp == 16
+
+
+def test_a_yaml_file_needs_devices_alone():
+    pytest.importorskip("yaml")
+    values, _ = values_of(str(SCRIPTS / "model_config.yaml"), options=devices(8))
+    plan = any_plan(values, "model_config.yaml")
+    assert (plan.layout.tp, plan.layout.dp, plan.precision.dtype) == (2, 4, "bf16")
+    assert (plan.recompute.mode, plan.recompute.modules) == ("selective", ("norm", "mlp"))
+
+
+def test_variables_settle_what_is_not_known():
+    values, _ = values_of(str(SCRIPTS / "unknown_value.sh"), variables={"1": "4"})
+    assert any_plan(values, "").layout.tp == 4
+    values, _ = values_of(str(SCRIPTS / "undecided_branch.sh"), variables={"WIDE": "1"})
+    assert any_plan(values, "").layout.cp == 2
+
+
+def test_one_of_several_commands_is_asked_for_and_taken():
+    path = str(SCRIPTS / "two_commands.sh")
+    with pytest.raises(PlanError, match="on lines 4, 6"):
+        values_of(path)
+    values, _ = values_of(path, variables={"TRAINING_LINE": "6"})
+    assert any_plan(values, "").layout.tp == 4
+
+
+BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1 --bf16 "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "key", "words"),
+    [
+        ("--swiglu", "mapped", "model.activation", ""),
+        ("--sequence-parallel", "no-effect", None, "tensor parallelism is 1"),
+        ("--num-query-groups 2", "no-effect", None, "nothing else that is given makes it count"),
+        ("--lr-decay-style cosine", "not-modelled", None, "learning rate"),
+        ("--rotary-percent 1.0", "no-effect", None, "default"),
+        ("--rotary-percent 0.5", "not-modelled", None, "numbers"),
+        ("--save $WHERE", "no-effect", None, "checkpoints"),
+        ("--position-embedding-type alibi", "refused", "model.position", "learned and rotary"),
+        ("--optimizer sgd", "refused", "optimizer.name", "AdamW"),
+        ("--tensor-model-parallel-size two", "refused", None, "not a whole number"),
+        ("--tensor-model-parallel-size", "refused", None, "no value"),
+        ("--clip-grad $CLIP", "refused", None, "--variable CLIP=VALUE"),
+        ("--recompute-granularity all", "refused", "recompute.mode", "full and selective"),
+        ("--moe-layer-freq 2", "no-effect", None, "makes it count"),
+        ("--retro-add-retriever", "refused", None, "retrieval"),
+        ("$EXTRA", "refused", None, "it may hold any arguments"),
+    ],
+)
+def test_what_becomes_of_an_argument(arguments, status, key, words):
+    settings = imported(BASE + arguments, num_devices=8).settings
+    (found,) = [each for each in settings if each.flag == arguments.split()[0] and each.line]
+    assert (found.status, found.line) == (status, 1)
+    assert words in found.why
+    assert key is None or found.key == key
+
+
+def test_the_last_of_one_argument_counts():
+    found = imported(BASE + "--tensor-model-parallel-size 2\n--tensor-model-parallel-size 4", num_devices=8)
+    assert found.values["layout"]["tp"].value == 4
+    earlier = [each for each in found.settings if each.value == "2" and each.line]
+    assert [each.why for each in earlier] == ["it is given again on line 2, which counts"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "version"),
+    [("--DDP-impl local", "2.5 to 2.6"), ("--moe-router-topk 2 --num-experts 4", "0.5 or later"), ("", "2.5 or later")],
+)
+def test_the_release_follows_from_the_arguments(arguments, version):
+    assert imported(BASE + arguments, num_devices=8).version == version
+
+
+def test_a_named_release_has_its_own_arguments_and_vocabulary():
+    text = BASE + "--tokenizer-type NullTokenizer --vocab-size 1024 --cp-comm-type p2p"
+    older, newer = (
+        import_file(Request(text, "x.sh", num_devices=8), name) for name in ("megatron:0.8", "megatron:0.20")
+    )
+    assert older is not None and newer is not None
+    assert older.values["model"]["vocab_size"].value == 1152  # one token more, for the end of documents
+    assert newer.values["model"]["vocab_size"].value == 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("([0]*3+[1]*2)", [0, 0, 0, 1, 1]),
+        ("[0,1]*2", [0, 1, 0, 1]),
+        ("2", 2),
+        ("[0]*10**9", None),
+        ("__import__('os')", None),
+        ("[0]*99999999", None),
+    ],
+)
+def test_patterns_of_layers_are_read_and_not_executed(text, pattern):
+    assert layer_pattern(text) == pattern
+
+
+def test_the_table_is_whole():
+    flags = all_flags()
+    assert len(flags) > 1000
+    for flag in flags.values():
+        assert flag.status in STATUSES
+        assert flag.status == "mapped" or flag.why, flag.name
+        assert flag.first in RELEASES and flag.last in RELEASES, flag.name
+        assert flag.arity in ("0", "1", "?", "+", "*") or flag.arity.isdigit(), flag.name
+    keys = {key.dotted for key in KEYS}
+    assert {row.key for rows in UNDER.values() for row in rows} <= keys
+
+
+@pytest.mark.parametrize("path", sorted((HERE.parents[2] / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_a_plan_is_no_script(path):
+    assert import_file(Request(path.read_text(), path.name)) is None
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------
+
+ALWAYS_LOST = {"model.name", "cluster.preset"}
+
+
+@st.composite
+def plans(draw) -> Plan:
+    """Plans that Megatron can run: every degree, dense and with experts."""
+    tp, cp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))
+    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    moe, latent = draw(st.booleans()), draw(st.booleans())
+    heads = draw(st.sampled_from([8, 16]))
+    model = {
+        "num_layers": 8 * draw(st.sampled_from([1, 2])),
+        "hidden_size": 512,
+        "num_heads": heads,
+        "ffn_hidden_size": draw(st.sampled_from([1024, 2048])),
+        "vocab_size": 512 * draw(st.integers(1, 200)),
+        "max_positions": 1024,
+        "activation": draw(st.sampled_from(["gelu", "gelu_tanh", "swiglu", "relu_squared"])),
+        "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        "bias": draw(st.booleans()),
+        "tied_embeddings": draw(st.booleans()),
+        "qk_norm": draw(st.booleans()),
+        "hidden_dropout": draw(st.sampled_from([0.0, 0.1])),
+        "attention_dropout": draw(st.sampled_from([0.0, 0.1])),
+    }
+    if latent:
+        model |= {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+        model |= {"q_lora_rank": draw(st.sampled_from([0, 96]))}
+    else:
+        model |= {"num_kv_heads": draw(st.sampled_from([4, heads]))}
+        model |= {"position": draw(st.sampled_from(["rope", "learned"]))}
+        if model["position"] == "rope":
+            model |= {"rope_theta": draw(st.sampled_from([10000.0, 500000.0]))}
+    dp = draw(st.sampled_from([2, 4]))
+    layout = {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp, "zero": draw(st.sampled_from([0, 1]))}
+    layout |= {"sequence_parallel": tp > 1 and draw(st.booleans())}
+    if moe:
+        model |= {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 256}
+        model |= {"num_shared_experts": draw(st.sampled_from([0, 1])), "first_dense_layers": draw(st.integers(0, 2))}
+        model |= {"router_scores": draw(st.sampled_from(["softmax", "sigmoid"]))}
+        layout |= {"ep": draw(st.sampled_from([1, 2])), "etp": draw(st.sampled_from([1, tp]))}
+    recompute = draw(
+        st.sampled_from(
+            [
+                'mode = "none"',
+                'mode = "full"',
+                'mode = "full"\nnum_layers = 1',
+                'mode = "selective"\nmodules = ["norm"]',
+            ]
+        )
+    )
+    dtype = draw(st.sampled_from(["bf16", "fp16", "fp8", "fp32"]))
+    seed, rate = draw(st.integers(0, 9999)), draw(st.sampled_from([1e-4, 3e-4, 0.00015]))
+    devices = tp * cp * pp * dp
+    sections = {
+        "model": model,
+        "cluster": {"preset": "dgx-h100", "num_devices": devices},
+        "runtime": {"profile": "megatron-te", "attention": draw(st.sampled_from(["fused", "unfused"]))},
+        "layout": layout,
+        "batch": {"global": dp * 8, "micro": draw(st.sampled_from([1, 2])), "sequence": 1024},
+        "precision": {"dtype": dtype},
+        "schedule": {"name": "Interleaved1F1B" if vpp > 1 else "1F1B"},
+        "data_parallel": {"overlap_grad_reduce": draw(st.booleans()), "bucket_bytes": draw(st.integers(1, 9)) * 4000},
+        "train": {"seed": seed, "learning_rate": rate, "steps": draw(st.integers(1, 50))},
+        "optimizer": {"betas": [0.9, draw(st.sampled_from([0.95, 0.999]))], "weight_decay": 0.1},
+    }
+    text = "".join(
+        f"[{section}]\n" + "".join(f"{name} = {json.dumps(each)}\n" for name, each in table.items())
+        for section, table in sections.items()
+    )
+    return Plan.from_toml(f"{text}[recompute]\n{recompute}\n")
+
+
+@sampled("count", [15, 100], on_push=1)
+def test_plans_survive_the_way_there_and_back(count):
+    settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))(given(plans())(survives))()
+
+
+def survives(plan: Plan) -> None:
+    exported = write(plan)
+    ((path, text),) = exported.files
+    found = imported(text, path)
+    assert not list(found.of_status("refused"))
+    again = any_plan(found.values, path)
+    assert {key for key, _ in exported.lost} <= ALWAYS_LOST
+    for section in ("model", "cluster", "layout", "batch", "precision", "recompute", "schedule", "optimizer", "train"):
+        mine, other = (getattr(each, section) for each in (plan, again))
+        if section == "model":
+            mine = dataclasses.replace(mine, name="custom")
+        assert mine == other or all(
+            getattr(mine, field.name) is None or getattr(mine, field.name) == getattr(other, field.name)
+            for field in dataclasses.fields(mine)
+        ), section
+
+
+def test_what_a_script_cannot_say_is_lost_with_its_reason():
+    text = (HERE.parents[2] / "examples" / "llama70b_512.toml").read_text()
+    plan = Plan.from_toml(text.replace('preset = "dgx-h100"', 'preset = "dgx-a100-80g"'))
+    plan = dataclasses.replace(plan, numerics=dataclasses.replace(plan.numerics, gradient_token_block=64))
+    lost = dict(write(plan).lost)
+    assert lost["numerics.gradient_token_block"] == "its sums have no fixed order"
+    assert "hardware" in lost["cluster.preset"]
+    assert all(lost.values())
+
+
+def test_export_prints_the_json_that_is_promised(capsys, tmp_path):
+    example = str(HERE.parents[2] / "examples" / "llama70b_512.toml")
+    assert main(["export", example, "--to", "megatron", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [*report] == ["to", "files", "lost"]
+    assert report["to"] == "megatron"
+    assert "--tensor-model-parallel-size 4" in report["files"][0]["text"]
+    script = tmp_path / "pretrain.sh"
+    assert main(["export", example, "--to", "megatron", "-o", str(script)]) == 0
+    capsys.readouterr()
+    assert main(["import", str(script), "--json"]) == 0
+    account = json.loads(capsys.readouterr().out)
+    assert Plan.from_toml(account["plan"]).layout == Plan.from_toml(Path(example).read_text()).layout
