@@ -34,7 +34,10 @@ def training_command(request: Request) -> TrainingCommand:
 
         return command_of_yaml(request)
     if re.match(r"(\s|#[^\n]*\n)*--[a-z]", request.text):
-        return TrainingCommand(list(occurrences(arguments_in(request.text, request.variables))))
+        try:
+            return TrainingCommand(list(occurrences(arguments_in(request.text, request.variables))))
+        except ShellSyntaxError as error:
+            raise _problem(request, f"these arguments are not understood: {error}", error.line) from None
     variables = {**request.variables, **_slurm_variables(request.text)}
     try:
         started = commands_of(request.text, variables)
@@ -42,6 +45,8 @@ def training_command(request: Request) -> TrainingCommand:
             alone := _of_variables(variables_of(request.text, variables))
         ):
             return alone
+    except RecursionError:
+        raise _problem(request, "this script is nested too deeply", 0) from None
     except ShellSyntaxError as error:
         raise _problem(request, f"this script is not understood: {error}", error.line) from None
     return _chosen(request, [each for each in (_split(one, variables) for one in started) if each is not None])

@@ -87,7 +87,7 @@ def _tokens(reading: Reading) -> tuple[int | None, str]:
 
 
 def _before(version: str | None) -> bool:
-    """True for releases whose NullTokenizer has one token more than it is told."""
+    """True for releases whose NullTokenizer has one token more than --vocab-size says."""
     return version in RELEASES[: RELEASES.index(NULL_TOKENIZER_COUNTS_ALL)]
 
 

@@ -84,7 +84,7 @@ def commands_of(text: str, variables: Mapping[str, str]) -> tuple[Started, ...]:
     """
     shell = _Shell({name: (Piece(value, 0),) for name, value in variables.items()})
     with suppress(_Leave):
-        shell.run(Parser(text).script())
+        shell.run(Parser(text.replace(OPAQUE, "")).script())
     return tuple(shell.started)
 
 
@@ -93,7 +93,7 @@ def arguments_in(text: str, variables: Mapping[str, str]) -> tuple[Argument, ...
     `ShellSyntaxError`."""
     shell = _Shell({name: (Piece(value, 0),) for name, value in variables.items()})
     found: list[Argument] = []
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(text.replace(OPAQUE, "").split("\n"), start=1):
         parser = Parser(line.rstrip("\\ \t\r"), [number] * (len(line) + 1))
         for command in parser.script():
             if isinstance(command, Simple):
@@ -105,7 +105,7 @@ def variables_of(text: str, variables: Mapping[str, str]) -> dict[str, tuple[Arg
     """The words of each variable as the script leaves it, but for those that are given. Raises `ShellSyntaxError`."""
     shell = _Shell({name: (Piece(value, 0),) for name, value in variables.items()})
     with suppress(_Leave):
-        shell.run(Parser(text).script())
+        shell.run(Parser(text.replace(OPAQUE, "")).script())
     return {
         name: tuple(each for value in ([held] if isinstance(held, tuple) else held) for each in words_of(value))
         for name, held in shell.environment.items()

@@ -122,7 +122,7 @@ class Parser(Words):
 
     def _if(self) -> Command:
         line = self.line
-        branches: list[tuple[tuple[Word, ...], tuple[Command, ...]]] = []
+        branches: list[tuple[tuple[Command, ...], tuple[Command, ...]]] = []
         self._expect("if")
         while True:
             condition = self._list(("then",))
@@ -157,7 +157,7 @@ class Parser(Words):
                     self._skip()
                     if self.position >= len(self.text) or self.text[self.position] in ";\n":
                         break
-                    words.append(self.word())
+                    words.append(self._some_word())
         body = self._do()
         return For(name, None if words is None else tuple(words), body, line)
 
@@ -198,7 +198,7 @@ class Parser(Words):
                 if self._at("|"):
                     self.position += 1
                     continue
-                patterns.append(self.word())
+                patterns.append(self._some_word())
                 self._skip()
             self._close(")")
             body = self._list(("esac",))
@@ -260,6 +260,14 @@ class Parser(Words):
             raise ShellSyntaxError(f"{self.text[start : start + 1]!r} is not expected here", self.line)
         return Simple(tuple(assignments), tuple(words), line, here[0] if here else ())
 
+    def _some_word(self, *, brackets: bool = False) -> Word:
+        """The word that has to be here."""
+        start = self.position
+        word = self.word(brackets=brackets)
+        if self.position == start:
+            raise ShellSyntaxError(f"{self.text[start : start + 1] or 'the end'!r} is not expected here", self.line)
+        return word
+
     def _test_words(self) -> Iterator[Word]:
         """The words of `[[ ]]`, in which operators are words too."""
         while True:
@@ -272,7 +280,7 @@ class Parser(Words):
                 self.position += len(operator)
                 yield (Text(operator, line, False),)
                 continue
-            word = self.word(brackets=True)
+            word = self._some_word(brackets=True)
             yield word
             if literal(word) == "]]":
                 return
@@ -302,10 +310,7 @@ class Parser(Words):
                     raise ShellSyntaxError(f"{name}=( has no closing bracket", line)
                 if self._at("("):
                     raise ShellSyntaxError("'(' is not expected here", self.line)
-                before = self.position
-                array.append(self.word())
-                if self.position == before:  # an operator in an array means nothing to bash either
-                    raise ShellSyntaxError(f"{self.text[before]!r} is not expected here", self.line)
+                array.append(self._some_word())
         return Assignment(name, appends, self.word(), None, line)
 
     def _redirection(self, here: list[Word]) -> bool:

@@ -12,7 +12,7 @@ _ENDS = " \t\r\n;|&()<>"
 
 @dataclass
 class Words:
-    """Reads the words of `text`; `lines` has the line of every character, for texts that come from several places."""
+    """Reads the words of `text`; `lines` has the line of every character, for texts from several places."""
 
     text: str
     lines: list[int] = field(default_factory=list)

@@ -100,7 +100,21 @@ def test_given_variables_count_where_the_script_does_not_know_its_own():
 
 
 @pytest.mark.parametrize(
-    "script", ["run 'a", 'run "a', "if true; then run", "run $(a", "run ${a", "A=(1 2", "fi", "run )"]
+    "script",
+    [
+        "run 'a",
+        'run "a',
+        "if true; then run",
+        "run $(a",
+        "run ${a",
+        "A=(1 2",
+        "fi",
+        "run )",
+        "case a in (",
+        "case a in b;",
+        "for a in )",
+        "a=(;",
+    ],
 )
 def test_texts_that_are_no_bash_are_an_error(script):
     with pytest.raises(ShellSyntaxError):
