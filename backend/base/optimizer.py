@@ -75,7 +75,7 @@ class ShardedAdamW:
         self._states: dict[int, dict[str, Tensor]] = {}
         number = num_offloaded([one.tensor.nbytes for one in self.held], offloaded)
         first = [one for place, one in enumerate(self.held) if place < number or one.rounded is not None]
-        # in host memory, those that are updated in the same way together, and by tensor their numbers there
+        # in host memory, those of one update together, and by tensor their numbers there
         self._away = sorted(first if copies is not None else (), key=_group)
         self._numbers = {id(one.tensor): number for number, one in enumerate(self._away)}
         self._offloaded: OffloadedMoments | None = None

@@ -26,6 +26,7 @@ KINDS: Mapping[str, Mapping[str, tuple[str | int, ...]]] = {
     "etp": {"as tp": ("tp",), "own": (1, 2, 3)},
     "micro": {"one": (1,), "several": (2, 3)},
     "recompute": {"none": ("none",), "selective": ("core", "parts", "inner"), "full": ("full", "first", "spread")},
+    "offload": {"none": ("nothing",), "moments": ("a layer and half", "all"), "weights": ("half, with weights",)},
     "messages": {"overlapped": ("overlapped",), "in turn": ("together", "in order")},
     "zero": {"none": (0,), "optimizer": (1, 2), "weights": (3,)},
     "keys": {"keys": ("all_gather", "ring"), "heads": ("heads", "heads, ring")},

@@ -198,7 +198,7 @@ CHANGES = {
         tiny(layout=Layout(pp=2, dp=2, zero=3), schedule=ScheduleChoice(max_active_stages=1), **BF16),
     ),
     "offloaded-dp2-zero1-to-tp2": (
-        tiny(layout=Layout(dp=2, zero=1), micro=1, offload=Offload(1, 1.0), **BF16),
+        tiny(layout=Layout(dp=2, zero=1), micro=1, offload=Offload(1, 1.0, masters=True), **BF16),
         tiny(layout=Layout(tp=2), **BF16),
     ),
     "dp3-to-offloaded-tp2-pp2": (
