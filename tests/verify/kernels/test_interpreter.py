@@ -18,7 +18,7 @@ GATHER = Case("all_gather", 3, "fp32", 100)
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[Peers]:
-    with Peers(4, patience_s=1.0) as found:
+    with Peers(4, patience_s=4.0) as found:  # with 1.0 right peers were given up next to eight busy processes
         yield found
 
 
