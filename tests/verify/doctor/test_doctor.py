@@ -28,7 +28,7 @@ CPU = Machine("a CPU", 2, versions=VERSIONS, why_no_gpu="torch 2.11.0 is built w
 ONE = Machine("a CPU", 16, versions=VERSIONS, gpus=("NVIDIA H200",))
 PAIRS = tuple((one, other) for one in range(8) for other in range(one + 1, 8))
 LINKED = replace(ONE, gpus=("NVIDIA H100",) * 8, links=PAIRS)
-ALONE = {"gpu-products", "gpu-exact-products", "gpu-graphs"}
+ALONE = {"gpu-products", "gpu-exact-products", "gpu-graphs", "gpu-product-choice"}
 MEETING = {"gpu-kernels", "gpu-barriers", "gpu-capture", "gpu-all-reduce"}
 MACHINES = {
     "CPU only": (CPU, set()),
