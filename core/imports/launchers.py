@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 
 from ..plan.plan import Plan
 from ..plan.schedule_of import schedule_for
@@ -121,15 +120,6 @@ spec:
         emptyDir: {{ medium: Memory }}
 """
     return Exported("kubernetes", (("train.yaml", manifest),))
-
-
-WRITERS: dict[str, Callable[[Plan], Exported]] = {
-    "csv": write_csv,
-    "torchrun": write_torchrun,
-    "slurm": write_slurm,
-    "kubernetes": write_kubernetes,
-}
-"""Name -> writer."""
 
 
 def nodes_of(plan: Plan) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from shardproof.core.imports.launchers import WRITERS, nodes_of
+from shardproof.core.imports.launchers import nodes_of
+from shardproof.core.imports.writers import write_as
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.write import toml_value
 from shardproof.core.schedule.schedule import Schedule
@@ -44,7 +45,7 @@ def test_nodes_are_those_of_the_cluster():
 
 @pytest.mark.parametrize("name", ["torchrun", "slurm"])
 def test_scripts_are_whole_shell_and_carry_the_plan(name: str):
-    exported = WRITERS[name](plan(name=HOSTILE))
+    exported = write_as(plan(name=HOSTILE), name)
     (path, script), (plan_path, text) = exported.files
     assert subprocess.run(["sh", "-n"], input=script, text=True, capture_output=True).returncode == 0, script
     assert "touch" not in [word for line in script.splitlines() if not line.startswith("#") for word in line.split()]
@@ -55,7 +56,7 @@ def test_scripts_are_whole_shell_and_carry_the_plan(name: str):
 
 def test_torchrun_gets_the_words_that_are_meant(tmp_path):
     """The script is run with a torchrun of ours that prints its words."""
-    script = WRITERS["torchrun"](plan()).files[0][1]
+    script = write_as(plan(), "torchrun").files[0][1]
     (tmp_path / "train.sh").write_text(script)
     peer = tmp_path / "torchrun"
     peer.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
@@ -72,7 +73,7 @@ def test_torchrun_gets_the_words_that_are_meant(tmp_path):
 
 def test_the_manifest_is_yaml_with_a_pod_a_node_and_the_plan_as_it_is():
     given = plan(name=HOSTILE)
-    ((_, manifest),) = WRITERS["kubernetes"](given).files
+    ((_, manifest),) = write_as(given, "kubernetes").files
     config, service, job = yaml.safe_load_all(manifest)
     assert Plan.from_toml(config["data"]["plan.toml"]) == given
     spec = job["spec"]
@@ -84,6 +85,6 @@ def test_the_manifest_is_yaml_with_a_pod_a_node_and_the_plan_as_it_is():
 
 
 def test_the_csv_is_the_schedule_that_the_plan_runs():
-    exported = WRITERS["csv"](plan())
+    exported = write_as(plan(), "csv")
     schedule = Schedule.from_csv(exported.files[0][1])
     assert (schedule.placement.num_stages, exported.lost[0][0]) == (2, "schedule.name")
