@@ -1,5 +1,6 @@
 """What pyproject.toml says of the package is what lies in the folders; `.ci/wheel` tries the wheel itself."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -47,5 +48,7 @@ def test_python_m_shardproof_is_the_command_line_and_calls_itself_shardproof():
     assert printed("shardproof", "--version") == f"shardproof {shardproof.__version__}\n"
     assert printed("shardproof", "--help").startswith("usage: shardproof VERB")
     assert printed("shardproof", "presets", "--help").startswith("usage: shardproof presets ")
-    wrong = subprocess.run([sys.executable, "-m", "shardproof", "presets", "--no-such"], capture_output=True, text=True)
+    wide = {**os.environ, "COLUMNS": "200"}
+    command = [sys.executable, "-m", "shardproof", "presets", "--no-such"]
+    wrong = subprocess.run(command, capture_output=True, text=True, env=wide)
     assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].startswith("shardproof presets: ")
