@@ -183,6 +183,11 @@ class Layout(Bounded, section="layout", problem_type=LayoutError):
         """Data parallelism of experts: tp*cp*dp/(etp*ep)."""
         return self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
 
+    def expert_shard(self, shard: int) -> int:
+        """Ranks that one copy of an expert's weights is cut over where hybrid sharding cuts dense ones over `shard`:
+        experts are spread over etp*ep ranks already."""
+        return max(1, shard * self.tp // (self.expert_tp * self.ep))
+
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Axis sizes of the dense grid, where ep is 1."""

@@ -121,10 +121,7 @@ def num_shards(plan: Plan, stage: int) -> Held:
     copies, shard = num_copies(plan, stage), plan.data_parallel.shard
     if shard is None:
         return copies
-    layout = plan.layout
-    return Held(
-        min(shard, copies.dense), min(max(1, shard * layout.tp // (layout.expert_tp * layout.ep)), copies.expert)
-    )
+    return Held(min(shard, copies.dense), min(plan.layout.expert_shard(shard), copies.expert))
 
 
 def stage_elements(plan: Plan, stage: int, tp_rank: int = 0) -> int:

@@ -178,14 +178,21 @@ def torch_shards_by_itself(data_parallel: DataParallel, layout: Layout, numerics
         )
 
 
-def shards_divide(data_parallel: DataParallel, layout: Layout) -> Iterator[str]:
-    """ZeRO shards over a divisor of the data-parallel ranks."""
+def shards_divide(data_parallel: DataParallel, layout: Layout, model: ModelSpec) -> Iterator[str]:
+    """ZeRO shards over a divisor of the data-parallel ranks, and of those that have copies of an expert."""
     shard, ranks = data_parallel.shard, layout.dp * layout.cp
     if shard is not None and ranks % shard:
         yield (
             f"shard={shard} does not divide the dp*cp={ranks} ranks that it shards over. Use shard among "
             f"{divisors(ranks)}."
         )
+    elif shard is not None and model.is_moe and not layout.tp * ranks % (layout.expert_tp * layout.ep):
+        admitted = [each for each in divisors(ranks) if layout.expert_dp % layout.expert_shard(each) == 0]
+        if shard not in admitted:
+            yield (
+                f"shard={shard} leaves experts groups of {layout.expert_shard(shard)} ranks, which do not divide "
+                f"the {layout.expert_dp} that have copies of an expert. Use shard among {admitted}."
+            )
     if shard is not None and layout.zero == 0:
         yield (
             f"shard={shard} says how many ranks ZeRO shards over, but zero=0 shards nothing. Set layout.zero, or "

@@ -313,8 +313,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "shards-divide",
-        ("data_parallel.shard", "data_parallel.overlap_param_gather", "layout.zero", "layout.dp", "layout.cp"),
-        "ZeRO shards over a divisor of the data-parallel ranks",
+        (
+            *("data_parallel.shard", "data_parallel.overlap_param_gather", "layout.zero", "layout.dp", "layout.cp"),
+            *("layout.ep", "layout.etp", "model.num_experts"),
+        ),
+        "ZeRO shards over a divisor of the data-parallel ranks, and of those with copies of an expert",
         shards_divide,
     ),
     Rule(

@@ -12,6 +12,7 @@ import shardproof.core.plan.plan as plan_module
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
+from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
 from shardproof.core.plan.keys import KEYS, MODULE_KEYS, NOUNS
 from shardproof.core.plan.plan import Plan
@@ -28,6 +29,7 @@ from shardproof.core.plan.sections import (
     Train,
 )
 from shardproof.core.plan.write import toml_value
+from shardproof.core.program.holdings import num_shards
 
 GPT3 = """\
 [model]
@@ -542,6 +544,15 @@ BROKEN = {
 
 OF_ONE_MODEL = [rule for rule in RULES if "modules" not in rule.sections]
 """Those of [[modules]] are in test_modules.py."""
+
+
+def test_hybrid_sharding_of_experts_that_leaves_a_part_over_is_refused():
+    model = ModelSpec("m", 2, 40, 80, 10, 10, 4, 320, 64, num_experts=4, experts_per_token=2)
+    layout = Layout(tp=5, dp=2, etp=2, zero=1)  # five ranks have copies of an expert
+    batch, cluster = Batch(4, 1, 32), cluster_preset("this-host", 10)
+    with pytest.raises(PlanError, match=r"leaves experts groups of 2 ranks, which do not divide the 5 .* among \[2\]"):
+        Plan(model, cluster, layout, batch, data_parallel=DataParallel(shard=1))
+    assert num_shards(Plan(model, cluster, layout, batch, data_parallel=DataParallel(shard=2)), 0) == (2, 5)
 
 
 @pytest.mark.parametrize("rule", OF_ONE_MODEL, ids=lambda rule: rule.name)
