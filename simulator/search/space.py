@@ -332,9 +332,8 @@ def _zeros(space: SearchSpace, pinned: Pinned, tally: Tally, layout: Layout) -> 
     zeros = pinned.values("layout.zero", (0, 1, 2, 3) if layout.dp * layout.cp > 1 else (0,))
     if space.data_parallel.shard is None:
         return zeros
-    broken = broken_rules(
-        {"data_parallel": DataParallel(shard=space.data_parallel.shard), "layout": replace(layout, zero=1)}
-    )
+    sharding = DataParallel(shard=space.data_parallel.shard)
+    broken = broken_rules({"data_parallel": sharding, "layout": replace(layout, zero=1), "model": space.model})
     if not broken:
         return zeros
     tally.reject(broken[0].rule.name)

@@ -26,7 +26,7 @@ from shardproof.verify.pretended.layouts import main as pretended_layouts
 from shardproof.verify.run.proof_run import ProofJob
 from shardproof.verify.run.references import Checked, References
 
-NUM_SAMPLES = 17
+NUM_SAMPLES = 15
 
 KNOWN = {axis: {value for values in kinds.values() for value in values} for axis, kinds in KINDS.items()}
 
