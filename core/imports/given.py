@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from ..base.errors import PlanError
+from ..base.errors import FileError, PlanError
 from ..base.files import read_text
 from ..plan.toml import Given, Values, read_values
 from .account import Imported, Request
@@ -46,9 +46,20 @@ def values_of(
     text = read_text(source)
     imported = import_file(request_of(text, source, options, variables), named)
     if imported is None:
-        return read_values(text, source), None
+        return _plan_values(text, source), None
     imported.raise_refused()
     return imported.values, imported
+
+
+def _plan_values(text: str, source: str) -> Values:
+    """The values of a file that no reader recognises, which is a plan. Where it is no TOML and not called so, the error
+    names the formats that there are."""
+    try:
+        return read_values(text, source)
+    except FileError as error:
+        if source.endswith(".toml"):
+            raise
+        raise unknown_format(source) from error
 
 
 def places_of(source: str) -> Values:
@@ -67,5 +78,6 @@ def known_formats() -> str:
 def unknown_format(source: str) -> PlanError:
     """The error for a file that no reader knows."""
     return PlanError(
-        f"{source}: this is the file of no format that is read. Known: {known_formats()}. Name it by --from."
+        f"{source}: this is in none of the formats that are imported, {known_formats()}. Name its format by --from, or "
+        "give a plan.toml to a verb that takes plans."
     )

@@ -57,3 +57,17 @@ def test_options_go_over_the_file_and_a_cluster_of_the_users_over_the_assumed_on
 def test_a_format_that_is_none_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]):
     assert main(["import", PIPELINE, "--from", "torchtian"]) == 2
     assert "did you mean 'torchtitan'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.sh", "echo hello\n"), ("run.json", '{"a": 1}')])
+def test_a_file_of_no_format_says_which_there_are(name, text, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    assert main(["simulate", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert "in none of the formats that are imported" in error and "Megatron-LM" in error and "TOML" in error
+
+
+def test_a_broken_plan_is_no_file_of_others(tmp_path, capsys):
+    (tmp_path / "plan.toml").write_text("[layout]\ntp = \n")
+    assert main(["simulate", str(tmp_path / "plan.toml")]) == 2
+    assert "plan.toml:2: this is not TOML" in capsys.readouterr().err
