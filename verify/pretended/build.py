@@ -24,14 +24,15 @@ def library() -> Path:
     """
     import torch
 
-    parts = sorted(SOURCE.parent.iterdir())
-    text = b"".join(part.read_bytes() for part in parts) + f"{torch.__version__} {sys.version_info[:2]}".encode()
+    parts, home = sorted(SOURCE.parent.iterdir()), Path(torch.__file__).parent
+    # the library finds torch's own where it was built for it, so another environment has another
+    text = b"".join(part.read_bytes() for part in parts) + f"{torch.__version__} {sys.version_info[:2]} {home}".encode()
     name = f"pretended_cuda_{hashlib.sha256(text).hexdigest()[:16]}.so"
     folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache") / "shardproof"
     made = folder / name
     if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _build(Path(torch.__file__).parent, made)
+        _build(home, made)
     return made
 
 

@@ -122,18 +122,18 @@ def drops_a_message(fault: Fault, patches: Patches) -> None:
 
 
 def permutes_a_shard(fault: Fault, patches: Patches) -> None:
-    def make(refresh: Callable[..., None]) -> Callable[..., None]:
-        def refreshed(rank: TrainingRank) -> None:
-            refresh(rank)
+    def make(share: Callable[..., None]) -> Callable[..., None]:
+        def shared(rank: TrainingRank) -> None:
+            share(rank)
             if fault.strikes():
                 shards = [shard for shard in rank.shards if shard.storage.ndim > 1 and len(shard.storage) > 1]
                 shard = shards[fault.place % len(shards)]
                 fault.changed = shard.parameter.name
                 shard.storage.copy_(shard.storage.roll(1, 0))
 
-        return refreshed
+        return shared
 
-    patches.replace(TrainingRank, "refresh", make)
+    patches.replace(TrainingRank, "_share", make)
 
 
 def keeps_an_old_parameter(fault: Fault, patches: Patches) -> None:
