@@ -26,11 +26,13 @@ def work(group: Group, seed: int) -> None:
     chosen = random.Random(seed)
     while True:
         count = chosen.choice((1, 1000, 300_000))
-        match chosen.randrange(3):
+        match chosen.randrange(4):
             case 0:
                 group.all_gather(torch.ones(count))
             case 1:
                 group.all_to_all([torch.ones(count)] * group.size, [(count,)] * group.size)
+            case 2:
+                group.all_reduce(torch.ones(2 * count), "sum")
             case _:
                 group.barrier()
 

@@ -105,6 +105,8 @@ _PUBLISH = "    publish(peer_signal(all, all->rank, FILLED, peer), ++all->sent[p
 _RING = "    ring(own_signal(all, peer, DOORBELL));\n"
 _FILL = "    memcpy(place, &part->to_send, sizeof part->to_send);\n"
 _FILL_BOARD = "    memcpy(place, &own->to_send, sizeof own->to_send);\n"
+_FILL_SUMS = "    int added = add_block(all, tree, at, (float *)(place + CHUNK_HEAD));\n"
+_SHOW = "    publish(own_signal(all, all->rank, SHOWN), ++all->shown);\n"
 _FILL_ROWS = "    for (int row = 0; row < rows; row++)\n        memcpy(place"
 _SENT = "    part->sent += count;\n"
 _ANNOUNCE = _SENT + _PUBLISH + _RING
@@ -132,9 +134,10 @@ C_MUTANTS = (
         "board shown before it is there",
         "wrong data",
         _FILL_BOARD,
-        "    publish(own_signal(all, all->rank, SHOWN), ++all->shown);\n" + _FILL_BOARD,
+        _SHOW + _FILL_BOARD,
     ),
     SourceMutant("rows announced before they are there", "wrong data", _FILL_ROWS, _PUBLISH + _FILL_ROWS),
+    SourceMutant("sums shown before they are there", "wrong data", _FILL_SUMS, _SHOW + _FILL_SUMS),
     SourceMutant("nobody is rung for a chunk", "deadlock", _ANNOUNCE, _SENT + _PUBLISH),
     SourceMutant("rung for before it is announced", "deadlock", _ANNOUNCE, _SENT + _RING + _PUBLISH),
     SourceMutant("bell rung relaxed", "deadlock", _ADD, _ADD.replace("seq_cst", "relaxed")),
@@ -189,6 +192,7 @@ _PARTS_OF_C = (
     ("put_chunk", "take_chunk", check_chunks),
     ("put_rows", "add_block", check_chunks),
     ("put_board", "take_board", check_board),
+    ("show_block", "take_sums", check_board),
 )
 
 

@@ -19,7 +19,7 @@ _OTHERS = rf"{_PEERS}if \(peer != all->rank\) "
 _SOURCE = r"(?:[\w>\-&+*/()\[\] ]|>=)+"
 _PEER_SIGNAL = r"peer_signal\(all, {}, (?P<of>\w+), {}\)"
 _MINE, _THEIRS = _PEER_SIGNAL.format("all->rank", "peer"), _PEER_SIGNAL.format("peer", "all->rank")
-_FIRST = r"(?:part->received == part->to_receive \|\| )?"
+_FIRST = r"(?:(?:part->received == part->to_receive|\*at == width) \|\| )?"
 _HAS_ROWS = r"peer != all->rank && tree->rows\[peer\] && "
 
 Made = Callable[["re.Match[str]", "_Source"], Step]
@@ -56,10 +56,15 @@ _STEPS: tuple[tuple[str, Made], ...] = (
     ),
     (r"memcpy\(&whole, place, sizeof whole\)", lambda found, source: Step("read")),
     (
-        rf"copy_result\(part->target \+ part->received, place \+ CHUNK_HEAD, {_SOURCE}, {_SOURCE}\)",
+        rf"copy_result\((?:part->target \+ part->received|\(char \*\)\(tree->target \+ {_SOURCE}\)), "
+        rf"place \+ CHUNK_HEAD, {_SOURCE}, {_SOURCE}\)",
         lambda found, source: Step("read"),
     ),
-    (rf"add_stripe\(stripes, num_rows, {_SOURCE}(?:, {_SOURCE})*\)", lambda found, source: Step("read")),
+    (
+        r"int added = add_block\(all, tree, at, \(float \*\)\(place \+ CHUNK_HEAD\)\)",
+        lambda found, source: Step("write"),
+    ),
+    (rf"add_stripe\(stripes, num_rows, {_SOURCE}(?:, [^;]*)*\)", lambda found, source: Step("read")),
     (rf"publish\({_MINE}, \+\+all->sent\[peer\]\)", _published),
     (rf"publish\({_THEIRS}, \+\+all->(?:got|seen)\[peer\]\)", _published),
     (r"publish\(own_signal\(all, all->rank, (?P<of>\w+)\), \+\+all->shown\)", _published),
@@ -75,6 +80,8 @@ _NO_STEP = (
     r"size_t (?:whole|count|width)(?: = [^;]*?)?(?:, (?:whole|count) = [^;]*)?",
     r"int (?:rows|num_rows) = [^;]*",
     r"const float \*rows\[MOST_MEMBERS \* MOST_HELD\], \*stripes\[MOST_MEMBERS \* MOST_HELD\]",
+    # rows that are not all there, or of another number of bytes
+    r"if \(added <= 0\) return added",
     # a peer that sends another number of bytes: the call ends
     r"if \(whole != [^;]*\) return -1(?: - peer)?",
     # of the caller's memory
@@ -84,6 +91,9 @@ _NO_STEP = (
     r"for \(int row = 0; row < tree->rows\[peer\]; row\+\+\) rows\[num_rows\+\+\] = [^;]*",
     r"for \(size_t from = 0; from < count; from \+= STRIPE\)",
     r"for \(int row = 0; row < num_rows; row\+\+\) stripes\[row\] = rows\[row\] \+ from",
+    # and its own result, which goes on from where peers get it
+    r"float \*target = tree->target \+ tree->offset\[all->rank\] \+ at",
+    r"if \(shown\) copy_result\(\(char \*\)\(target \+ from\), \(const char \*\)\(shown \+ from\), [^;]*\)",
     _PEERS.strip(),
     r"if \(peer != all->rank && tree->rows\[peer\]\)",
     r"if \(peer == all->rank \|\| !tree->rows\[peer\]\) continue",

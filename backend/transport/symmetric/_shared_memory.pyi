@@ -4,7 +4,16 @@ MOST_MEMBERS: int
 MOST_ROWS: int
 
 def region_size(size: int, slot_bytes: int, board_bytes: int, /) -> int: ...
-def join(rank: int, bases: tuple[int, ...], alive: tuple[int, ...], slot_bytes: int, board_bytes: int, /) -> object: ...
+def join(
+    rank: int,
+    bases: tuple[int, ...],
+    alive: tuple[int, ...],
+    slot_bytes: int,
+    board_bytes: int,
+    /,
+) -> object: ...
+def can_read(process: int, address: int, /) -> bool: ...
+def pull(handle: object, peer: int, process: int, source: int, target: int, num_bytes: int, /) -> tuple[int, int]: ...
 def exchange(
     handle: object,
     sources: tuple[int, ...],
@@ -25,6 +34,7 @@ def tree_sum(
     rows: tuple[int, ...],
     merges: tuple[int, ...],
     target: int,
+    is_shared: bool,
     timeout_s: float,
     /,
 ) -> tuple[int, int]: ...

@@ -28,13 +28,15 @@ MEMORY_NAME = "shardproof-heap"
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a process's heap, as others find it. `host` is equal for processes that can map each other's memory."""
+    """A part of a process's heap, as others find it. `host` is equal for processes that can map each other's memory;
+    `address` is where the process itself has it."""
 
     host: str
     process: int
     descriptor: int
     offset: int
     num_bytes: int
+    address: int
 
     def to_json(self) -> dict[str, Any]:
         """For the store in which ranks look each other up."""
@@ -78,7 +80,8 @@ class SharedMemoryHeap:
                 os.ftruncate(self._descriptor, offset)
                 raise
             self._size += whole
-        return Region(self.host, os.getpid(), self._descriptor, offset, whole), Mapped(self._descriptor, offset, whole)
+        mapped = Mapped(self._descriptor, offset, whole)
+        return Region(self.host, os.getpid(), self._descriptor, offset, whole, mapped.address), mapped
 
     def close(self) -> None:
         """Lets go of the memory; what is mapped stays until it is let go of too."""
@@ -100,6 +103,10 @@ class Neighbour:
             return Mapped(descriptor, region.offset, region.num_bytes)
         finally:
             os.close(descriptor)
+
+    def can_read(self, region: Region) -> bool:
+        """True where the system lets this process read all memory of the other (`process_vm_readv`)."""
+        return bool(compiled.can_read(self.process, region.address))
 
     def close(self) -> None:
         """Looks at the process no more."""

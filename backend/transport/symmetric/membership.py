@@ -19,6 +19,7 @@ ENDS = (
     "has ended",
     "has closed its transport",
     "came with another number of bytes",
+    "has memory that can no longer be read",
 )
 """How a call ends besides well, in the order of the C code's `how`, of the peer that follows."""
 
@@ -26,7 +27,8 @@ ENDS = (
 @dataclass(frozen=True)
 class Membership:
     """One rank's end of what the members map. `mapped` are their regions, in member order, this rank's own among
-    them; `neighbours` those that have them, None for this rank."""
+    them; `neighbours` those that have them, None for this rank. `pulls` is true where each may read all memory of
+    the others."""
 
     handle: object
     ranks: tuple[int, ...]
@@ -36,6 +38,7 @@ class Membership:
     mapped: tuple[Mapped, ...]
     neighbours: tuple[Neighbour | None, ...]
     heap: SharedMemoryHeap
+    pulls: bool
 
     def check(self, end: tuple[int, int], what: str) -> None:
         """Raises `TransportError` where a call of the C code did not end well. `what` says who called what."""
@@ -69,14 +72,16 @@ class Meetings:
             return _why(ranks, answers)
         regions = tuple(map(Region.from_json, answers))
         seen = self._mapped(regions, rank, own[1])
-        answers = self._exchanged(f"{name}/mapped", ranks, {"why": seen if isinstance(seen, str) else ""})
+        what = {"why": seen} if isinstance(seen, str) else {"why": "", "reads": _reads_all(seen[0], regions)}
+        answers = self._exchanged(f"{name}/mapped", ranks, what)
         if isinstance(seen, str) or _why(ranks, answers):
             return _why(ranks, answers)
         neighbours, mapped = seen
+        pulls = all(each["reads"] for each in answers)
         bases, alive = tuple(each.address for each in mapped), tuple(each.alive if each else 0 for each in neighbours)
         handle = compiled.join(rank, bases, alive, slot_bytes, board_bytes)
         assert self._heap is not None
-        return Membership(handle, tuple(ranks), rank, timeout_s, regions, mapped, neighbours, self._heap)
+        return Membership(handle, tuple(ranks), rank, timeout_s, regions, mapped, neighbours, self._heap, pulls)
 
     def close(self) -> None:
         """Lets go of this rank's memory and of the others."""
@@ -127,6 +132,10 @@ class Meetings:
         except RuntimeError as error:  # DistStoreError is one
             first = str(error).splitlines()[0]
             raise TransportError(f"rank {self._global_rank}, opening {name!r} failed: {first}") from error
+
+
+def _reads_all(neighbours: Sequence[Neighbour | None], regions: Sequence[Region]) -> bool:
+    return all(each is None or each.can_read(region) for each, region in zip(neighbours, regions, strict=True))
 
 
 def _why(ranks: Sequence[int], answers: Sequence[Mapping[str, Any]]) -> str:

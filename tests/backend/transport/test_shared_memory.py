@@ -16,12 +16,16 @@ import torch
 
 from helpers.plans import training_plan
 from shardproof import Layout
+from shardproof.backend.launching.launch import run_ranks
 from shardproof.backend.transport.base import Transport, TransportError
-from shardproof.backend.transport.symmetric.heap import SharedMemoryHeap
+from shardproof.backend.transport.symmetric.heap import Neighbour, SharedMemoryHeap
 from shardproof.backend.transport.symmetric.membership import compiled
 from shardproof.backend.transport.symmetric.shared_memory import (
     BOARD_BYTES,
+    ONE_SHOT_BYTES,
+    ONE_SHOT_OF_TWO_BYTES,
     SLOT_BYTES,
+    SharedMemoryChannel,
     SharedMemoryGroup,
     SharedMemoryTransport,
 )
@@ -53,6 +57,31 @@ def test_messages_of_all_sizes_around_the_edges_of_slots_arrive(workers: Any, wo
     assert workers(world_size, "shm").run(sizes_job, sizes) == [[True] * 2 * len(sizes)] * world_size
 
 
+def sums_job(transport: Transport, counts: list[int]) -> list[bool]:
+    """Sums over members with one row and with two, the middle one in turn with none, against the sum in place."""
+    size, here = transport.world_size, transport.global_rank
+    group, found = transport.group("world", "dp", range(size)), []
+    for count in counts:
+        for rows in ([1] * size, [2] * size, [1 - (member == size // 2) for member in range(size)]):
+            made = torch.Generator().manual_seed(count)
+            all_rows = torch.randn(sum(rows), count, generator=made)
+            own = all_rows[sum(rows[:here]) : sum(rows[: here + 1])]
+            merges = [0] + [1] * (len(all_rows) - 1)
+            expected = all_rows[0].clone()
+            for row in all_rows[1:]:
+                expected += row
+            found.append(torch.equal(group.tree_all_reduce(own.clone(), rows, merges, torch.float32), expected))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_sums_that_are_passed_on_as_they_are_made_are_those_of_one_rank(workers: Any, world_size: int) -> None:
+    most = (ONE_SHOT_OF_TWO_BYTES if world_size == 2 else ONE_SHOT_BYTES) // 4 // world_size
+    block = 2 * SLOT_BYTES // world_size // 64 * 64 // 4
+    counts = [1, world_size - 1, most, most + 1, 2 * block * world_size + 3, 3_000_001]
+    assert workers(world_size, "shm").run(sums_job, counts) == [[True] * 3 * len(counts)] * world_size
+
+
 def both_ways_job(transport: Transport, count: int) -> list[bool]:
     """Both ranks send before they receive, more than once, and end in another order."""
     here, peer = transport.global_rank, 1 - transport.global_rank
@@ -63,6 +92,50 @@ def both_ways_job(transport: Transport, count: int) -> list[bool]:
     for end in reversed(ends):
         end()
     return found
+
+
+def denied_job(transport: Transport, count: int) -> tuple[bool, list[bool]]:
+    """One rank finds that the system does not let it read the other's memory; else as `both_ways_job`."""
+    if transport.global_rank:
+        Neighbour.can_read = lambda self, region: False  # type: ignore[method-assign]
+    found = both_ways_job(transport, count)
+    line = transport.channel("more", 0, 1)
+    assert isinstance(line, SharedMemoryChannel)
+    return line.pulls(count), found
+
+
+def test_messages_arrive_where_memory_of_others_may_not_be_read() -> None:
+    assert run_ranks(denied_job, 200_000, world_size=2, transport="shm") == [(False, [True] * 3)] * 2
+
+
+def test_a_sender_that_has_ended_is_not_read(tmp_path: Path) -> None:
+    """Its number may be another process's by then."""
+    done = subprocess.run([sys.executable, "-c", ENDED_SENDER], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "(0, 1) 7\n(2, 1)\n(5, 1)\n"), done.stderr
+
+
+ENDED_SENDER = """
+import ctypes, os, sys, time
+from shardproof.backend.transport.symmetric.heap import compiled
+size = compiled.region_size(2, 4096, 4096)
+memory = [ctypes.create_string_buffer(size + 64) for _ in range(2)]
+bases = tuple((ctypes.addressof(each) + 63) // 64 * 64 for each in memory)
+source, target = (ctypes.c_char * 8)(7), (ctypes.c_char * 8)()
+child = os.fork()
+if not child:
+    time.sleep(60)
+alive = os.pidfd_open(child)
+here = compiled.join(0, bases, (alive, alive), 4096, 4096)
+def pull(process, address):
+    return compiled.pull(here, 1, process, address, ctypes.addressof(target), 8)
+print(pull(child, ctypes.addressof(source)), target[0][0])
+os.kill(child, 9)
+os.waitpid(child, 0)
+print(pull(os.getpid(), ctypes.addressof(source)))
+living = os.pidfd_open(os.getpid())
+here = compiled.join(0, bases, (living, living), 4096, 4096)
+print(pull(os.getpid(), 8))
+"""
 
 
 @pytest.mark.parametrize("count", [0, 1, 1_000_000])

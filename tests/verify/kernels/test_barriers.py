@@ -60,6 +60,7 @@ def test_the_c_code_takes_the_steps_of_the_table() -> None:
     assert read == {"put": CHUNK_SENDER, "take": CHUNK_RECEIVER}
     assert (c_protocol(C_SOURCE, "put_rows"), c_protocol(C_SOURCE, "add_block")) == (CHUNK_SENDER, CHUNK_RECEIVER)
     assert (c_protocol(C_SOURCE, "put_board"), c_protocol(C_SOURCE, "take_board")) == (BOARD_SENDER, BOARD_RECEIVER)
+    assert (c_protocol(C_SOURCE, "show_block"), c_protocol(C_SOURCE, "take_sums")) == (BOARD_SENDER, BOARD_RECEIVER)
     assert (c_doorbell(C_SOURCE, "ring"), c_doorbell(C_SOURCE, "sleep_on")) == (RING, SLEEP)
     assert looks_at_bell_first(C_SOURCE)
     assert f"#define NUM_SLOTS {NUM_SLOTS}\n" in C_SOURCE
