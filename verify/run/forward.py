@@ -80,7 +80,8 @@ def activation_names(plan: Plan) -> list[str]:
     model, names = plan.model, ["embedding.output"]
     ahead = [model.num_layers + depth for depth in range(model.num_mtp_layers)]
     for layer in (*layers_checked(plan), *ahead):
-        parts = ("attention.norm", "attention", "mlp.norm", "mlp.router", "mlp", "output")  # those that there are
+        before, behind = ("attention.norm", "attention", "attention.post_norm"), ("mlp", "mlp.post_norm", "output")
+        parts = (*before, "mlp.norm", "mlp.router", *behind)  # those that there are
         names += [f"{layer_prefix(layer)}.{part}" for part in parts]
     names += [f"{layer_prefix(model.num_layers - 1)}.output", "head.losses"]
     names += [f"{mtp_prefix(depth)}.{part}" for depth in range(len(ahead)) for part in ("projection", "losses")]
@@ -205,7 +206,7 @@ def _mlp_input(model: ModelSpec, layer: int) -> str:
 
 def as_multiplied(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     """A parameter as products take it: rounded to their format, but for what routers work with."""
-    return values if name.endswith((".router.weight", ".expert_bias")) else rounded(values, dtype)
+    return values if ".router." in name else rounded(values, dtype)
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:

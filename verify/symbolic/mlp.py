@@ -8,7 +8,7 @@ finished sums over an expert's width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -22,6 +22,7 @@ from .parts import LayerHalf, OperationsOf, WholeLinear, mapped
 from .tensors import MisfitError, Part, collective
 
 _NOTHING = symbol("nothing")
+_GATE = "mlp.shared.gate"
 
 
 class DenseMlp(LayerHalf):
@@ -95,7 +96,10 @@ class SparseMlp(LayerHalf):
         self.axes = {"ep": self.layout.ep, "etp": self.layout.expert_tp}
         self.routed = routed_tokens(ranks.plan)
         self.cuts = [self.routed.own(tp_rank) for tp_rank in range(ranks.tp)]
-        self.router = WholeLinear(ranks, f"{prefix}mlp.router", Usage(parameters["mlp.router.weight"]), None)
+        self.router = WholeLinear(ranks, f"{prefix}mlp.router", *self._usages("mlp.router"))
+        self.gate: WholeLinear | None = None
+        if self.model.shared_expert_gate:
+            self.gate = WholeLinear(ranks, f"{prefix}{_GATE}", *self._usages(_GATE))
         self.shared: DenseMlp | None = None
         if self.model.num_shared_experts:
             self.shared = DenseMlp(ranks, prefix, parameters, operations, name="mlp.shared", module="shared_experts")
@@ -104,7 +108,8 @@ class SparseMlp(LayerHalf):
     @property
     def layers(self) -> tuple[str, ...]:
         own = ("router", "dispatch", "experts.up", "experts.down", "combine")
-        return (*(f"mlp.{name}" for name in own), *(self.shared.layers if self.shared else ()))
+        gate = (_GATE,) if self.gate else ()
+        return (*(f"mlp.{name}" for name in own), *(self.shared.layers if self.shared else ()), *gate)
 
     def forward(self, x: list[Part], phase: Phase) -> list[Part]:
         saved = self.saved = {"x": x, "routing": mapped("routing", self._scores(x, phase))}
@@ -122,7 +127,30 @@ class SparseMlp(LayerHalf):
         saved["results"] = self._biased(rows.parts, "mlp.experts.down")
         y = self._gathered(gather, mapped("combine", saved["results"], self._own(saved["routing"])))
         y = self.ranks.settle(phase, f"{self.prefix}mlp.combine tokens", y, x)
-        return y if self.shared is None else mapped("residual", y, self.shared.forward(x, phase))
+        return y if self.shared is None else mapped("residual", y, self._shared(x, phase))
+
+    def _shared(self, x: list[Part], phase: Phase) -> list[Part]:
+        """What the shared experts make, weighed by their gate."""
+        assert self.shared is not None
+        y = self.shared.forward(x, phase)
+        if self.gate is None:
+            return y
+        self.saved["shared"], self.saved["gate"] = y, self.gate.forward(self._operations(_GATE, phase), x, phase)
+        return mapped("gated", y, self.saved["gate"])
+
+    def _shared_back(self, dy: list[Part]) -> Iterator[list[Part]]:
+        """The gradients of what the shared experts take, and their gate."""
+        assert self.shared is not None
+        if self.gate is None:
+            yield self.shared.backward(dy)
+        else:
+            yield self.shared.backward(mapped("gated", dy, self.saved["gate"]))
+            operations = self.operations(_GATE, "input_gradient"), self.operations(_GATE, "weight_gradient")
+            dgate = mapped("gate gradient", dy, self.saved["shared"], self.saved["gate"])
+            dx, own = self.gate.backward(*operations, dgate, self.saved["x"])
+            self.gradients.update(own)
+            yield dx
+        self.gradients.update(self.shared.gradients)
 
     def repeat(self, modules: Collection[str]) -> None:
         if "moe" in modules:
@@ -158,8 +186,7 @@ class SparseMlp(LayerHalf):
         self.gradients.update(own)
         uses = [drouted, dx]
         if self.shared is not None:
-            uses.append(self.shared.backward(dy))
-            self.gradients.update(self.shared.gradients)
+            uses += self._shared_back(dy)
         return mapped("uses", *uses)
 
     def _scores(self, x: list[Part], phase: Phase) -> list[Part]:
