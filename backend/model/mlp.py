@@ -75,7 +75,8 @@ def activate(x: Tensor, model: ModelSpec, numerics: Numerics) -> Tensor:
         gate, up = split_fused(x, (1, 1))
         if (limit := model.gate_limit) is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return numerics.elementwise(_FUNCTIONS[model.activation], gate) * (up + model.gate_offset if model.gate_offset else up)
+        up = up + model.gate_offset if model.gate_offset else up
+        return numerics.elementwise(_FUNCTIONS[model.activation], gate) * up
     if model.activation == "relu_squared":
         return F.relu(x).square()
     return numerics.elementwise(_FUNCTIONS[model.activation], x)

@@ -37,8 +37,8 @@ class VocabParallelEmbedding(nn.Module):
     """int64 [b, s] -> [b, s, h]: each rank looks up the ids it owns, and the sum over ranks is the
     row of the one that has it.
 
-    Rows are multiplied by the model's factor, and those of positions are added, where it learns them. With sequence parallelism each rank gets its own tokens,
-    and the backward gathers the gradients of all.
+    Rows are multiplied by the model's factor, and those of positions are added, where it learns them. With sequence
+    parallelism each rank gets its own tokens, and the backward gathers the gradients of all.
     """
 
     def __init__(

@@ -92,8 +92,8 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     """A decoder.
 
     With `num_experts`, every `expert_layer_step`-th layer from `first_dense_layers` on has a router and experts, of
-    which each token takes `experts_per_token` and all shared ones. With `kv_lora_rank`, attention is multi-head latent attention. With
-    `num_mtp_layers`, modules of multi-token prediction follow the last layer.
+    which each token takes `experts_per_token` and all shared ones. With `kv_lora_rank`, attention is multi-head latent
+    attention. With `num_mtp_layers`, modules of multi-token prediction follow the last layer.
 
     Raises `ModelError` with every rule that is broken.
     """
@@ -131,8 +131,8 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         "MLP activation",
         default="swiglu",
         more=(
-            "A gate goes through silu, gelu, gelu's approximation by tanh (Gemma), or x sigmoid(1.702 x) (gpt-oss), and "
-            "multiplies the up-projection."
+            "A gate goes through silu, gelu, gelu's approximation by tanh (Gemma), or x sigmoid(1.702 x) (gpt-oss), "
+            "and multiplies the up-projection."
         ),
         read_by="backend.model.mlp",
     )
@@ -217,9 +217,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         more="Both are added to the input (GPT-J; Falcon, arXiv 2311.16867, section 3.3): a layer has one norm.",
         read_by="core.model.operators",
     )
-    pre_norms: bool = option(
-        "attention and MLP take normed inputs", default=True, read_by="core.model.operators"
-    )
+    pre_norms: bool = option("attention and MLP take normed inputs", default=True, read_by="core.model.operators")
     post_norms: bool = option(
         "what attention and MLP make is normed before it is added",
         default=False,
@@ -357,7 +355,9 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         read_by="backend.model.router",
     )
     router_bias: bool = option(
-        "bias on the logits of a router", default=False, more="It is trained as others are.",
+        "bias on the logits of a router",
+        default=False,
+        more="It is trained as others are.",
         read_by="core.model.operators",
     )
     expert_bias: bool = option(

@@ -177,9 +177,7 @@ def _grouped_attention(model: ModelSpec) -> Iterator[Operator]:
 
 def _attention_output(model: ModelSpec, attended: Width) -> Operator:
     biased = model.bias or model.attention_output_bias
-    return Operator(
-        Role.ATTENTION_OUTPUT, Kind.LINEAR, attended, Width(model.hidden_size), bias=biased, ends=True
-    )
+    return Operator(Role.ATTENTION_OUTPUT, Kind.LINEAR, attended, Width(model.hidden_size), bias=biased, ends=True)
 
 
 def _latent_attention(model: ModelSpec) -> Iterator[Operator]:

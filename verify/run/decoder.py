@@ -168,9 +168,7 @@ class Decoder:
         turned = library(x_SH).broadcast_to(shared, (*q_SND.shape[:2], model.qk_rope_head_dim))
         k_SND = joined([pairs[..., :plain], turned], -1)
         biased = model.bias or model.attention_output_bias
-        return self._linear(
-            f"{prefix}.output", self._attended(prefix, q_SND, k_SND, pairs[..., plain:]), bias=biased
-        )
+        return self._linear(f"{prefix}.output", self._attended(prefix, q_SND, k_SND, pairs[..., plain:]), bias=biased)
 
     def _turned(self, x: Array) -> Array:
         """[S, ..., D] with the pairs (i, i + D/2) turned by their positions (Su et al. 2021, arXiv 2104.09864, equation
@@ -271,8 +269,7 @@ class Decoder:
         biased = self.model.bias or self.model.mlp_bias
         up, down = (list(self.weight(f"{experts}.{part}.weight")) for part in ("up", "down"))
         biases = [
-            list(self.weight(f"{experts}.{part}.bias")) if biased else [0.0] * num_experts
-            for part in ("up", "down")
+            list(self.weight(f"{experts}.{part}.bias")) if biased else [0.0] * num_experts for part in ("up", "down")
         ]
         for expert in range(num_experts):
             rows = same_kind(x_SH, np.flatnonzero(routed_SE[:, expert]))

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ...core.layout.stage_parameters import Usage
 from ...core.model.parameters import Parameter
 from ...core.program import Collective, Operation, Operations, Product
 from ...core.program.expert_tokens import routed_tokens
