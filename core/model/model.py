@@ -11,13 +11,14 @@ from ..base.divisors import divisors
 from ..base.errors import ModelError
 from ..base.option import Bounded, FieldProblem, noun, option
 
+_SHARED_FIELDS = ("shared_expert_ffn_hidden_size", "shared_expert_gate")
 _EXPERT_FIELDS = (
     "experts_per_token",
     "num_shared_experts",
     "expert_ffn_hidden_size",
     "first_dense_layers",
     "expert_layer_step",
-    *(_SHARED_FIELDS := ("shared_expert_ffn_hidden_size", "shared_expert_gate")),
+    *_SHARED_FIELDS,
 )
 ROUTER_FIELDS = (
     "router_scores",

@@ -27,6 +27,7 @@ from .formulas import (
     gelu_tanh,
     library,
     log_sum,
+    rounded,
     router_scores,
     same_kind,
     sigmoid,
@@ -58,6 +59,8 @@ class Decoder:
         self.plan, self.model, self.inputs, self.weight = plan, plan.model, inputs, weight
         places = np.arange(len(inputs.tokens))
         self.positions = places if inputs.documents is None else places - inputs.documents
+        given = self.model.gate_limit  # in the format of what it limits: many of these are just there
+        self.gate_limit = None if given is None else float(rounded(np.array(given), plan.precision.dtype))
 
     def shown(self, name: str, x: Array) -> Array:
         """What the rest is made from in the place of an activation."""
@@ -279,8 +282,8 @@ class Decoder:
     def activated(self, x: Array) -> Array:
         """The activation; where it is gated every gate stands before the unit that it multiplies (Shazeer 2020, arXiv
         2002.05202). gpt-oss limits both and adds 1 to the unit (transformers' `GptOssExperts._apply_gate`)."""
-        gates, units, limit = x[..., ::2], x[..., 1::2], self.model.gate_limit
-        if limit is not None:
+        gates, units = x[..., ::2], x[..., 1::2]
+        if (limit := self.gate_limit) is not None:
             gates, units = library(x).clip(gates, None, limit), library(x).clip(units, -limit, limit)
         units = units + self.model.gate_offset
         match self.model.activation:

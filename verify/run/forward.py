@@ -20,9 +20,8 @@ from ...core.model.blocks import layer_prefix, mtp_prefix
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import expert_bias_name
 from ...core.plan.plan import Plan
-from ..ledger.relations import in_bf16
 from .decoder import Decoder, Inputs
-from .formulas import chosen_experts, expert_loads, expert_weights, router_losses, router_scores
+from .formulas import chosen_experts, expert_loads, expert_weights, rounded, router_losses, router_scores
 
 DIFFERENCE = 1e-5
 """What logits are moved by for a gradient; the error is its square."""
@@ -207,8 +206,3 @@ def _mlp_input(model: ModelSpec, layer: int) -> str:
 def as_multiplied(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     """A parameter as products take it: rounded to their format, but for what routers work with."""
     return values if ".router." in name else rounded(values, dtype)
-
-
-def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """fp64 values, as they are after rounding to a format."""
-    return in_bf16(x) if dtype == "bf16" else x.astype(np.float16 if dtype == "fp16" else np.float32).astype(np.float64)
