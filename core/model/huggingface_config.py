@@ -100,7 +100,8 @@ def _granitemoe(model: ModelSpec) -> dict[str, Any]:
 
 
 def _glm4(model: ModelSpec) -> dict[str, Any]:
-    return {**_turned_whole(model), "attention_bias": model.qkv_bias}
+    # the family's own would be the id of padding, which small vocabularies do not have
+    return {**_turned_whole(model), "attention_bias": model.qkv_bias, "pad_token_id": None}
 
 
 def _turned_whole(model: ModelSpec) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def _qwen_moe(config: Config, name: str, source: str, biases: dict[str, bool], *
     fields = expert_fields(config, width=size(config, "moe_intermediate_size"))
     fields |= expert_pattern(config, layers, problems, "decoder_sparse_step and mlp_only_layers")
     fields["normalized_router_weights"] = bool(given(config, "norm_topk_prob", False))
-    return rotary(config, name, source, problems, **biases, **fields, **more)
+    return rotary(config, name, source, problems, **{**biases, **fields, **more})
 
 
 def _deepseek(config: Config, name: str, source: str) -> ModelSpec:

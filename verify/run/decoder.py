@@ -60,7 +60,7 @@ class Decoder:
         places = np.arange(len(inputs.tokens))
         self.positions = places if inputs.documents is None else places - inputs.documents
         given = self.model.gate_limit  # in the format of what it limits: many of these are just there
-        self.gate_limit = None if given is None else float(rounded(np.array(given), plan.precision.dtype))
+        self.gate_limit = None if given is None else rounded(np.array([given]), plan.precision.dtype).item()
 
     def shown(self, name: str, x: Array) -> Array:
         """What the rest is made from in the place of an activation."""
