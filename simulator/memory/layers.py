@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from ...core.model.operators import Kind, Operator
 from ...core.model.roles import Role
@@ -204,7 +203,10 @@ def _attention(tensors: LayerTensors, operators: Sequence[Operator]) -> Iterator
             weight_input_bytes=tensors.normalised,
             weight_gradient_bytes=down,
         )
-    products = [(norm, each) for norm, each in pairwise((None, *operators)) if _is_linear(each) and each.makes.axis]
+    before_each: tuple[Operator | None, ...] = (None, *operators)
+    products = [
+        (norm, each) for norm, each in zip(before_each, operators, strict=False) if _is_linear(each) and each.makes.axis
+    ]
     for norm, product in products:
         before, heads = heads, tensors.tokens * tensors.held(product.makes) * e
         # the backward of what comes later has left its gradients

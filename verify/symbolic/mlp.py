@@ -193,7 +193,7 @@ class SparseMlp(LayerHalf):
         hold others of that sequence then exchange theirs: those of tensor parallelism first, then those
         of context parallelism."""
         operations = [_until_product(own) for own in self._operations("mlp.router", phase)]
-        scores = self.router.forward([product for product, _ in operations], x, phase)
+        scores = self.router.product([product for product, _ in operations], x, phase)
         axes = (self.ranks.tp > 1 and self.layout.sequence_parallel) + (self.layout.cp > 1)
         compared = bool(self.ranks.plan.train.router_aux_loss) + (self.model.expert_capacity_factor is not None)
         needed = axes * compared
@@ -207,7 +207,7 @@ class SparseMlp(LayerHalf):
             _, whole = self.ranks.walk([own[first : first + axes] for own in later], scores, [])
             wanted = [Part(_NOTHING, (0, self.ranks.keys)) for _ in scores]
             self.ranks.settle(phase, f"{self.prefix}mlp.router", whole, wanted)
-        return scores
+        return self.router.biased(scores)
 
     def _own(self, x: list[Part]) -> list[Part]:
         """Of hidden states the tokens that a rank sends."""
