@@ -86,7 +86,7 @@ def _activation(reading: Reading, hidden: int | None) -> None:
 
 
 def _gate(reading: Reading, *, gated: bool) -> None:
-    """What limits a gate, which Megatron has under `--quick-geglu` only, and moves the units beside it."""
+    """Limits of a gate, which Megatron has under `--quick-geglu` only, and what is added to its up-projection."""
     limit, offset = reading.number("--activation-func-clamp-value"), reading.number("--glu-linear-offset")
     clamps = reading.given("--quick-geglu")
     for flag, key, value, counts in (

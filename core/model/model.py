@@ -254,7 +254,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         read_by="backend.model.multi_token",
     )
     gate_limit: float | None = option(
-        "most that a gate is, and that the up-projection beside it is either way",
+        "largest gate, and largest magnitude of its up-projection",
         default=None,
         above=0,
         default_note="no limit",

@@ -360,7 +360,7 @@ def _activated(
     up, out = tokens * tensors.held(activation.takes) * tensors.element, units * tensors.operand
     mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout and name == "mlp" else 0
     eager = tensors.profile.eager and not (name == "mlp" and tensors.plan.runtime.compile)
-    gate = units * tensors.element * _kept_of_a_gate(tensors) if eager else 0
+    gate = units * tensors.element * _gate_tensors(tensors) if eager else 0
     alone = "moe_act" if name == "experts" else "mlp_act"
     drops = (*((module, up + gate) for module in modules), (alone, gate))
     yield Node(f"{name}.activation", up + gate, up, transient, forward_bytes=units * tensors.element, drops=drops)
@@ -377,7 +377,7 @@ def _activated(
     )
 
 
-def _kept_of_a_gate(tensors: LayerTensors) -> int:
+def _gate_tensors(tensors: LayerTensors) -> int:
     """Tensors as large as the units that eager operations keep of a gated activation besides its input: the activated
     gate; with limits both sides as they are clamped; of a gelu by a sigmoid what that takes and gives."""
     model = tensors.plan.model
