@@ -1,15 +1,16 @@
 """What the families of `core.model.huggingface` call our parameters in their files, and how they arrange the rows.
 
 Sources: the published files' own headers, and `transformers` 5.23 (`models/*/modeling_*.py`, `conversion_mapping.py`).
-Two arrangements differ from ours: GPT-2 keeps linear weights as [in, out], and DeepSeek the pairs that rotary positions
-turn side by side (2i, 2i + 1), where ours are half a head apart (i, i + d/2); queries and keys are permuted in the same
-way, so their products stay the same.
+Three arrangements differ from ours: GPT-2 keeps linear weights as [in, out], and gpt-oss those of experts; DeepSeek,
+GLM-4 and Cohere keep the pairs that rotary positions turn side by side (2i, 2i + 1), where ours are half a head apart
+(i, i + d/2); queries and keys are permuted in the same way, so their products stay the same; and some keep gates and
+up-projections, or all experts, in one tensor.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
@@ -31,18 +32,31 @@ def sources(model: ModelSpec, family: str) -> dict[str, Source]:
 def _source(model: ModelSpec, family: str, parameter: Parameter) -> Source:
     whole, _, kind = parameter.name.rpartition(".")
     theirs, place = _place(model, family, whole)
-    expert = f"{EXPERT}." if parameter.expert else ""
+    stacked = parameter.expert and family in STACKED
+    expert = f"{EXPERT}." if parameter.expert and not stacked else ""
     kind = "e_score_correction_bias" if kind == "expert_bias" else kind
+    ending = f".{kind}"
+    if stacked and family == "gpt_oss":
+        ending = "" if kind == "weight" else f"_{kind}"
     names = tuple(
-        f"{theirs}{name.replace('experts.', f'experts.{expert}')}.{kind}" for name in _names(model, family)[place]
+        f"{theirs}{name.replace('experts.', f'experts.{expert}')}{ending}" for name in _names(model, family)[place]
     )
     rows = item_rows(parameter)
     num_items = parameter.shape[item_dim(parameter) + parameter.expert] // rows - (
         model.padding_rows if place in _TABLES else 0
     )
-    transposed = family == "gpt2" and len(parameter.shape) == 2 and place.startswith("layer.")
-    return Source(parameter, _parts(model, place, names, rows), num_items, transposed)
+    is_matrix = len(parameter.shape) == 2 + parameter.expert
+    transposed = is_matrix and ((family == "gpt2" and place.startswith("layer.")) or (family == "gpt_oss" and stacked))
+    if place == "layer.attention.qkv" and family in SIDE_BY_SIDE:
+        return Source(parameter, tuple(_side_by_side(model, names)), num_items)
+    return Source(parameter, _parts(model, place, names, rows, num_items), num_items, transposed, stacked)
 
+
+STACKED = ("granitemoe", "gpt_oss")
+"""Families whose files keep all experts in one tensor."""
+
+SIDE_BY_SIDE = ("glm4", "cohere2")
+"""Families whose queries and keys have pairs of neighbouring features."""
 
 _TABLES = (TOKEN_TABLE.removesuffix(".weight"), "head.output")
 """Modules whose rows are ids of the vocabulary."""
@@ -67,7 +81,7 @@ def _names(model: ModelSpec, family: str) -> Mapping[str, tuple[str, ...]]:
     if family in _OWN:
         return _OWN[family]
     queries = {"layer.attention.qkv": tuple(f"self_attn.{part}_proj" for part in "qkv")}
-    return {**_ROTARY, **queries, **(_MIXTRAL if family == "mixtral" else {})}
+    return {**_ROTARY, **queries, **_CHANGED.get(family, {})}
 
 
 _GPT2: Mapping[str, tuple[str, ...]] = {
@@ -132,8 +146,59 @@ _MIXTRAL: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _parts(model: ModelSpec, place: str, names: tuple[str, ...], size: int) -> tuple[Part, ...]:
-    """The parts of an item of `size` rows."""
+_QWEN2_MOE: Mapping[str, tuple[str, ...]] = {
+    "layer.mlp.shared.up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "layer.mlp.shared.down": ("mlp.shared_expert.down_proj",),
+    "layer.mlp.shared.gate": ("mlp.shared_expert_gate",),
+}
+
+_GRANITEMOE: Mapping[str, tuple[str, ...]] = {
+    "layer.mlp.router": ("block_sparse_moe.router.layer",),
+    "layer.mlp.experts.up": ("block_sparse_moe.input_linear",) * 2,
+    "layer.mlp.experts.down": ("block_sparse_moe.output_linear",),
+}
+
+_GPT_OSS: Mapping[str, tuple[str, ...]] = {
+    "layer.mlp.router": ("mlp.router",),
+    "layer.mlp.experts.up": ("mlp.experts.gate_up_proj",),  # gates and up-projections by turns, as ours
+    "layer.mlp.experts.down": ("mlp.experts.down_proj",),
+}
+
+_GLM4: Mapping[str, tuple[str, ...]] = {
+    "layer.attention.post_norm": ("post_self_attn_layernorm",),
+    "layer.mlp.up": ("mlp.gate_up_proj",) * 2,
+    "layer.mlp.post_norm": ("post_mlp_layernorm",),
+}
+
+_OLMO2: Mapping[str, tuple[str, ...]] = {
+    "layer.attention.post_norm": ("post_attention_layernorm",),
+    "layer.mlp.post_norm": ("post_feedforward_layernorm",),
+}
+
+_CHANGED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "mixtral": _MIXTRAL,
+    "qwen2_moe": _QWEN2_MOE,
+    "granitemoe": _GRANITEMOE,
+    "gpt_oss": _GPT_OSS,
+    "glm4": _GLM4,
+    "olmo2": _OLMO2,
+}
+"""Family -> what it calls otherwise than most with rotary positions."""
+
+
+def _side_by_side(model: ModelSpec, names: tuple[str, ...]) -> Iterator[Part]:
+    """The parts of a group of queries, key and value, the first two with pairs of neighbouring features."""
+    d, (q, k, v) = model.head_dim, names
+    for name, heads in ((q, model.query_heads_per_group), (k, 1)):
+        for head in range(heads):
+            first, end = head * d, (head + 1) * d
+            yield Part(name, heads * d, range(first, end, 2))
+            yield Part(name, heads * d, range(first + 1, end, 2))
+    yield Part(v, d, range(d))
+
+
+def _parts(model: ModelSpec, place: str, names: tuple[str, ...], size: int, num_items: int) -> tuple[Part, ...]:
+    """The parts of an item of `size` rows, of `num_items`."""
     d, rope = model.head_dim, model.qk_rope_head_dim
     match place, names:
         case "layer.attention.qkv", (q, k, v) if q == k:  # one tensor: all queries, all keys, all values
@@ -147,6 +212,8 @@ def _parts(model: ModelSpec, place: str, names: tuple[str, ...], size: int) -> t
             return tuple(Part(name, size, part) for part in rows)
         case _, (name,):
             return (Part(name, size, range(size)),)
+        case _, (gate, up) if gate == up:  # one tensor: all gates, all up-projections
+            return tuple(Part(name, 1, range(1), num_items * number) for number, name in enumerate(names))
         case _:  # gate and up-projection
             return tuple(Part(name, 1, range(1)) for name in names)
 

@@ -46,14 +46,15 @@ def item_rows(parameter: Parameter) -> int:
 class Source:
     """A parameter and the parts that make up each of its items, in the order of the item's rows.
 
-    `transposed` where the files keep a matrix as [in, out]. The files have `num_items`, which is fewer than the
-    parameter has for a padded vocabulary.
+    `transposed` where the files keep a matrix as [in, out], `stacked` where they keep all experts in one tensor. The
+    files have `num_items`, which is fewer than the parameter has for a padded vocabulary.
     """
 
     parameter: Parameter
     parts: tuple[Part, ...]
     num_items: int
     transposed: bool = False
+    stacked: bool = False
 
     def __post_init__(self) -> None:
         assert sum(len(part.rows) for part in self.parts) == self.item_rows, f"{self.parameter.name}: {self.parts}"
@@ -85,9 +86,10 @@ class Source:
         rows: dict[str, int] = {}
         for part in self.parts:
             rows[part.name] = max(rows.get(part.name, 0), part.first + self.num_items * part.stride)
-        experts = range(self.parameter.shape[0]) if self.parameter.expert else range(1)
+        stack = self.parameter.shape[:1] if self.stacked else ()
+        experts = range(self.parameter.shape[0]) if self.parameter.expert and not self.stacked else range(1)
         return {
-            name.replace(EXPERT, str(expert)): (*other[: self.file_dim], size, *other[self.file_dim :])
+            name.replace(EXPERT, str(expert)): (*stack, *other[: self.file_dim], size, *other[self.file_dim :])
             for expert in experts
             for name, size in rows.items()
         }
@@ -111,6 +113,7 @@ class Region:
 
     def theirs(self, block: Tensor) -> Tensor:
         """The block's rows, by item. `block` is the file's tensor at `index`."""
+        block = block[0] if self.source.stacked else block
         items = block.movedim(self.source.file_dim, 0).unflatten(0, (self.num_items, self.part.stride))
         rows = self.part.rows
         return items[:, rows.start : rows.stop : rows.step]
@@ -140,6 +143,8 @@ def regions(source: Source, slices: tuple[slice, ...]) -> Iterator[Region]:
         for part in source.parts:
             rows = slice(part.first + lo * part.stride, part.first + hi * part.stride)
             index = (*other[: source.file_dim], rows, *other[source.file_dim :])
+            if source.stacked and expert is not None:
+                index = (slice(expert, expert + 1), *index)
             name = part.name if expert is None else part.name.replace(EXPERT, str(expert))
             yield Region(
                 name, index, source, part, hi - lo, offset, None if expert is None else expert - slices[0].start

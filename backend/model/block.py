@@ -154,32 +154,48 @@ def run_layer(context: LayerContext, layer: int, block: nn.Module, x_BSH: Tensor
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and pre-norm MLP, each added to its input (GPT-2, Llama), or both to the input of the one norm
-    that they share (GPT-J, Falcon)."""
+    """Attention and MLP, each added to its input (GPT-2, Llama), or both to the input of the one norm that they share
+    (GPT-J, Falcon). Norms come before them, behind them (OLMo 2) or both (Gemma 2, GLM-4)."""
 
     def __init__(self, context: BlockContext, layer: int):
         super().__init__()
         self.context = context
         self.prefix = layer_prefix(layer)
-        self.attention_norm = context.norm(f"{self.prefix}.attention.norm")
+        model = context.model
+        self.attention_norm = self._norm("attention.norm", model.pre_norms)
         self.attention = context.attention(layer)
-        self.mlp_norm = None if context.model.parallel_block else context.norm(f"{self.prefix}.mlp.norm")
+        self.attention_post_norm = self._norm("attention.post_norm", model.post_norms)
+        self.mlp_norm = self._norm("mlp.norm", model.pre_norms and not model.parallel_block)
         self.mlp = context.mlp(layer)
+        self.mlp_post_norm = self._norm("mlp.post_norm", model.post_norms)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         x_BSH, normed = self.context.part(f"{self.prefix}.attention", self._attend, x_BSH)
         transformed = self.mlp(normed)
         self.context.observe(f"{self.prefix}.mlp", transformed)
-        return x_BSH + self.context.dropout(f"{self.prefix}.mlp", transformed)
+        return self._added(x_BSH, "mlp", self._normed(self.mlp_post_norm, "mlp.post_norm", transformed))
 
     def _attend(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
         """What the MLP's result is added to, and its input."""
-        normed = self.attention_norm(x_BSH)
-        self.context.observe(f"{self.prefix}.attention.norm", normed)
+        normed = self._normed(self.attention_norm, "attention.norm", x_BSH)
         attended = self.attention(normed)
         self.context.observe(f"{self.prefix}.attention", attended)
-        x_BSH = x_BSH + self.context.dropout(f"{self.prefix}.attention", attended)
-        if self.mlp_norm is not None:
-            normed = self.mlp_norm(x_BSH)
-            self.context.observe(f"{self.prefix}.mlp.norm", normed)
-        return x_BSH, normed
+        attended = self._normed(self.attention_post_norm, "attention.post_norm", attended)
+        x_BSH = self._added(x_BSH, "attention", attended)
+        return x_BSH, normed if self.context.model.parallel_block else self._normed(self.mlp_norm, "mlp.norm", x_BSH)
+
+    def _norm(self, name: str, has: bool) -> nn.Module | None:
+        return self.context.norm(f"{self.prefix}.{name}") if has else None
+
+    def _normed(self, norm: nn.Module | None, name: str, x_BSH: Tensor) -> Tensor:
+        """`x` through a norm that the model may not have."""
+        if norm is None:
+            return x_BSH
+        normed: Tensor = norm(x_BSH)
+        self.context.observe(f"{self.prefix}.{name}", normed)
+        return normed
+
+    def _added(self, x_BSH: Tensor, half: str, y_BSH: Tensor) -> Tensor:
+        """The residual stream with what a half of the layer makes, times the model's factor."""
+        y_BSH, times = self.context.dropout(f"{self.prefix}.{half}", y_BSH), self.context.model.residual_multiplier
+        return x_BSH + (y_BSH if times == 1 else y_BSH * times)

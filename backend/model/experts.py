@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...core.model.blocks import layer_prefix
-from ..tensor_parallel import LayerContext, recomputed
+from ..numerics import Numerics
+from ..tensor_parallel import LayerContext, WholeLinear, recomputed
 from ..tensor_parallel.exchange import Exchange, Outgoing, TokenExchange
 from ..tensor_parallel.expert_linear import ExpertDown, ExpertUp
 from ..tensor_parallel.mappings import gather, scatter
@@ -36,6 +37,7 @@ class MoE(nn.Module):
         self.recomputed = "moe" in modules
         again = "shared_experts" in modules and not self.recomputed
         self.shared = MLP(context, f"{prefix}.shared", recomputed=again) if context.model.num_shared_experts else None
+        self.gate = WholeLinear(context, f"{prefix}.shared.gate") if context.model.shared_expert_gate else None
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         if not self.recomputed:
@@ -43,9 +45,20 @@ class MoE(nn.Module):
         return recomputed(self.context, self._forward, x_BSH, name=self.name)
 
     def _forward(self, x_BSH: Tensor) -> Tensor:
-        routed, sent, *shared = self._uses(x_BSH, 2 if self.shared is None else 3)
+        routed, sent, *shared = self._uses(x_BSH, 2 + (self.shared is not None) + (self.gate is not None))
         y_BSH = self.experts(sent, self.router(routed))
-        return y_BSH if self.shared is None else y_BSH + self.context.part(f"{self.name}.shared", self.shared, *shared)
+        if self.shared is None:
+            return y_BSH
+        return y_BSH + self.context.part(f"{self.name}.shared", self._shared, *shared)
+
+    def _shared(self, x_BSH: Tensor, gated_BSH: Tensor | None = None) -> Tensor:
+        """The shared experts of `x`, weighed by a gate of the same where there is one."""
+        assert self.shared is not None
+        y_BSH: Tensor = self.shared(x_BSH)
+        if self.gate is None:
+            return y_BSH
+        numerics = self.context.numerics
+        return _Weighed.apply(y_BSH, numerics.elementwise(torch.sigmoid, self.gate(gated_BSH)), numerics)
 
     def _uses(self, x_BSH: Tensor, number: int) -> tuple[Tensor, ...]:
         """`x` for its uses, whose gradients are added in this order."""
@@ -124,6 +137,22 @@ class _Uses(torch.autograd.Function):
         for gradient in rest:
             total.add_(gradient)
         return total.to(first.dtype), None
+
+
+class _Weighed(torch.autograd.Function):
+    """[b, s, h] times one number for each token [b, s, 1], whose gradient is a dot product of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSH: Tensor, weights_BS1: Tensor, numerics: Numerics) -> Tensor:
+        ctx.numerics = numerics
+        ctx.save_for_backward(x_BSH, weights_BS1)
+        return x_BSH * weights_BS1
+
+    @staticmethod
+    def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_BSH, weights_BS1 = ctx.saved_tensors
+        dots = ctx.numerics.row_dots(dy_BSH.flatten(0, 1), x_BSH.flatten(0, 1))
+        return dy_BSH * weights_BS1, dots.to(weights_BS1.dtype).view_as(weights_BS1), None
 
 
 class _Copies(torch.autograd.Function):

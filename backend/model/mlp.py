@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...core.model.model import QUICK_GELU, ModelSpec
 from ..numerics import Numerics
 from ..tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, recomputed, split_fused
 from ..tensor_parallel.gated import can_be_gated, gated
@@ -43,23 +45,21 @@ class MLP(nn.Module):
 def activated(context: LayerContext, x: Tensor, *, again: str | None) -> Tensor:
     """The model's activation of a contiguous tensor; with a name `again` only its input stays, and who would keep the
     result makes it again."""
-    activation, numerics = context.model.activation, context.numerics
+    model, numerics = context.model, context.numerics
     if again is None:
-        return activate(x, activation, numerics)
+        return activate(x, model, numerics)
     saved = context.keep(x)
-    return context.can_repeat(
-        _Activated.apply(x, activation, numerics), lambda: activate(saved(), activation, numerics), again
-    )
+    return context.can_repeat(_Activated.apply(x, model, numerics), lambda: activate(saved(), model, numerics), again)
 
 
 class _Activated(torch.autograd.Function):
     """An activation that keeps its input only, whatever it is made of."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, numerics: Numerics) -> Tensor:
-        ctx.of = activation, numerics
+    def forward(ctx: Any, x: Tensor, model: ModelSpec, numerics: Numerics) -> Tensor:
+        ctx.of = model, numerics
         ctx.save_for_backward(x)
-        return activate(x, activation, numerics)
+        return activate(x, model, numerics)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
@@ -69,16 +69,34 @@ class _Activated(torch.autograd.Function):
         return torch.autograd.grad(y, x, dy)[0], None, None
 
 
-def activate(x: Tensor, activation: str, numerics: Numerics) -> Tensor:
-    """The activation by its name in `ModelSpec`; swiglu and geglu halve the last dimension. `x` is contiguous."""
-    match activation:
-        case "swiglu" | "geglu":
-            gate, up = split_fused(x, (1, 1))
-            return numerics.elementwise(F.silu if activation == "swiglu" else F.gelu, gate) * up
-        case "gelu":
-            return numerics.elementwise(F.gelu, x)
-        case "gelu_tanh":
-            return numerics.elementwise(lambda part: F.gelu(part, approximate="tanh"), x)
-        case _:
-            assert activation == "relu_squared", activation
-            return F.relu(x).square()
+def activate(x: Tensor, model: ModelSpec, numerics: Numerics) -> Tensor:
+    """The model's activation; a gated one halves the last dimension. `x` is contiguous."""
+    if model.gated:
+        gate, up = split_fused(x, (1, 1))
+        if (limit := model.gate_limit) is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        up = up + model.gate_offset if model.gate_offset else up
+        return numerics.elementwise(_FUNCTIONS[model.activation], gate) * up
+    if model.activation == "relu_squared":
+        return F.relu(x).square()
+    return numerics.elementwise(_FUNCTIONS[model.activation], x)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    """The approximation by a sigmoid of Hendrycks & Gimpel 2016, arXiv 1606.08415, section 2."""
+    return x * torch.sigmoid(x * QUICK_GELU)
+
+
+_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": _gelu_tanh,
+    "quick_geglu": _quick_gelu,
+}
+"""`ModelSpec.activation` -> what is done to the gate, or to all of a plain MLP's units."""

@@ -95,9 +95,16 @@ class _Module(nn.Module):
         x_BSH = run_layer(context, self.layer, self.block, x_BSH)
         context.observe(f"{layer_prefix(self.layer)}.output", x_BSH)
         normed_BSH = self.norm(x_BSH)
-        losses_BS = self.loss(self.output(normed_BSH), targets_BS)
+        losses_BS = self.loss(self.output(multiplied(context, normed_BSH)), targets_BS)
         context.observe(f"{self.prefix}.losses", losses_BS)
         return normed_BSH, losses_BS
+
+
+def multiplied(context: LayerContext, normed_BSH: Tensor) -> Tensor:
+    """What an output head takes: hidden states times the model's factor of logits, which is a cheaper product than
+    that of the logits themselves."""
+    times = context.model.logit_multiplier
+    return normed_BSH if times == 1 else normed_BSH * times
 
 
 def later_targets(targets_BS: Tensor, num_modules: int, ignored: int, documents_BS: Tensor | None = None) -> Tensor:

@@ -34,7 +34,7 @@ from ..tensor_parallel import (
 from ..tensor_parallel.exchange import ExpertGroups
 from ..transport.base import Group
 from .block import BlockFactory, TransformerBlock, make_blocks, run_layer
-from .multi_token import MultiTokenPrediction
+from .multi_token import MultiTokenPrediction, multiplied
 from .own_block import check_names
 from .router import Router
 
@@ -219,11 +219,11 @@ class Head(nn.Module):
 
     def logits(self, x_BSH: Tensor) -> Tensor:
         """[b, s, v] for this rank's vocabulary."""
-        return self.output(self.norm(x_BSH))
+        return self.output(multiplied(self.context, self.norm(x_BSH)))
 
     def losses(self, normed_BSH: Tensor, targets_BS: Tensor) -> Tensor:
         """[b, s] fp32, from the output of the final norm."""
-        losses_BS = self.loss(self.output(normed_BSH), targets_BS)
+        losses_BS = self.loss(self.output(multiplied(self.context, normed_BSH)), targets_BS)
         self.context.observe("head.losses", losses_BS)
         return losses_BS
 

@@ -23,12 +23,13 @@ def rms_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[T
 
 
 @compiled
-def layer_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """y [.., h], and the mean and 1/sqrt(variance + eps) of every row [.., 1], fp32."""
     wide = x.float()
     mean = wide.mean(-1, keepdim=True)
     rstd = ((wide - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    return ((wide - mean) * rstd * weight + bias).to(x.dtype), mean, rstd
+    normed = (wide - mean) * rstd * weight
+    return (normed if bias is None else normed + bias).to(x.dtype), mean, rstd
 
 
 @compiled

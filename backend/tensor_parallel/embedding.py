@@ -37,8 +37,8 @@ class VocabParallelEmbedding(nn.Module):
     """int64 [b, s] -> [b, s, h]: each rank looks up the ids it owns, and the sum over ranks is the
     row of the one that has it.
 
-    Rows of positions are added, where the model learns them. With sequence parallelism each rank gets its own tokens,
-    and the backward gathers the gradients of all.
+    Rows are multiplied by the model's factor, and those of positions are added, where it learns them. With sequence
+    parallelism each rank gets its own tokens, and the backward gathers the gradients of all.
     """
 
     def __init__(
@@ -57,6 +57,11 @@ class VocabParallelEmbedding(nn.Module):
         self.leaves = context.owned_leaves(TOKEN_TABLE)
         self.shard, self.usage = context.shard(TOKEN_TABLE, role if context.model.shares_table else "")
         self.positions = PositionEmbedding(context) if positions and context.model.position == "learned" else None
+
+    def multiplied(self, x_BSH: Tensor) -> Tensor:
+        """Rows of the table as they enter the model, or their gradients."""
+        times = self.context.model.embedding_multiplier
+        return x_BSH if times == 1 else x_BSH * times
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return _Lookup.apply(self.context.anchor(), tokens_BS, self)
@@ -79,6 +84,7 @@ class _Lookup(Function):
             )
         with context.recorder.layer(layer.name):
             x_BSH = context.numerics.sum_lookups(rows, context.tp, context.tokens)
+        x_BSH = layer.multiplied(x_BSH)
         if layer.positions is None:
             return x_BSH
         positions = context.positions(context.running_microbatch)
@@ -101,7 +107,11 @@ class _Lookup(Function):
             if finishes_sequences:  # rows add in the order of the whole sequence
                 whole_BSH = context.gather_sequence(whole_BSH)
                 ids_BS, positions_BS = context.gather_sequence(torch.stack([ids_BS, positions_BS], 2)).unbind(2)
-        work = [(layer.usage, lambda: context.numerics.embedding_gradient(ids_BS, whole_BSH, num_rows))]
+
+        def rows() -> Contribution:
+            return context.numerics.embedding_gradient(ids_BS, layer.multiplied(whole_BSH), num_rows)
+
+        work = [(layer.usage, rows)]
         if layer.positions is not None:
             work.append((layer.positions.usage, lambda: layer.positions.gradient(positions_BS, whole_BSH)))
         context.submit(layer.name, work, ctx.microbatch)

@@ -8,6 +8,7 @@ so nothing is copied to bring the parts of the features together.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,12 @@ NUM_PARTS = 2
 """Gate and up-projection."""
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {
-    "swiglu": (F.silu, torch.ops.aten.silu_backward),
-    "geglu": (F.gelu, torch.ops.aten.gelu_backward),
+    "swiglu": (F.silu, torch.ops.aten.silu_backward.grad_input),
+    "geglu": (F.gelu, torch.ops.aten.gelu_backward.grad_input),
+    "geglu_tanh": (
+        partial(F.gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+    ),
 }
 """`ModelSpec.activation` -> what is done to the gate, and its gradient from that of the result and its input."""
 
@@ -33,9 +38,10 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {
 def can_be_gated(layer: ColumnParallelLinear) -> bool:
     """Whether `gated` does the activation behind a layer: where bits do not matter and two
     products cost as much as one."""
-    context = layer.context
+    context, model = layer.context, layer.context.model
     fast = isinstance(context.numerics, FastNumerics) and context.numerics.device.type == "cpu"
-    return fast and layer.bias is None and not layer.frozen and context.model.activation in ACTIVATIONS
+    plain = model.activation in ACTIVATIONS and model.gate_limit is None and not model.gate_offset
+    return fast and layer.bias is None and not layer.frozen and plain
 
 
 def gated(layer: ColumnParallelLinear, x_BSF: Tensor) -> Tensor:
@@ -88,7 +94,7 @@ class _Gated(Function):
             d_NBSC = gated_backward(dy_BSC, gate, up, layer.context.model.activation)
         else:
             d_NBSC = gate.new_empty(NUM_PARTS, *gate.shape)
-            gradient.grad_input(dy_BSC * up, gate, grad_input=d_NBSC[0])
+            gradient(dy_BSC * up, gate, grad_input=d_NBSC[0])
             torch.mul(dy_BSC, activated[0] if activated else activate(gate), out=d_NBSC[1])
 
         def weight_gradient(d_NBSC: Tensor, x_BSF: Tensor) -> InterleavedProduct:

@@ -3,6 +3,7 @@ gradients need the canonical sums."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from .context import LayerContext
 
 
 class Norm(nn.Module):
-    """[b, s, h] -> [b, s, h]: the model's norm with parameters `name.weight` and, for LayerNorm, `name.bias`.
+    """[b, s, h] -> [b, s, h]: the model's norm with parameters `name.weight` and, for a LayerNorm that has one,
+    `name.bias`.
 
     Where the plan recomputes norms, a layer's norm keeps its input, and who uses its result in a
     backward makes it again.
@@ -27,23 +29,41 @@ class Norm(nn.Module):
         super().__init__()
         self.name = name
         self.context = context
-        self.recomputed = "norm" in context.recomputed_modules and name.startswith("layers.")
+        # nobody keeps what a norm behind attention or MLP makes
+        in_layer = name.startswith("layers.") and not name.endswith(".post_norm")
+        self.recomputed = "norm" in context.recomputed_modules and in_layer
         self.eps = context.model.norm_eps
         self.epsilon = torch.tensor(self.eps, device=context.numerics.device)
         self.weight, self.weight_usage = context.shard(f"{name}.weight")
         self.bias: Shard | None
         self.bias_usage: Usage | None
-        self.bias, self.bias_usage = (
-            context.shard(f"{name}.bias") if context.model.norm == "layernorm" else (None, None)
-        )
+        self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.has(f"{name}.bias") else (None, None)
         self._function = self._chosen(context.numerics)
 
     def _chosen(self, numerics: Numerics) -> type[Function]:
         """What computes the norm."""
         if numerics.compiles:
-            return _CompiledRmsNorm if self.bias is None else _CompiledLayerNorm
+            return _CompiledLayerNorm if self.is_centred else _CompiledRmsNorm
         of_squares = _RmsNorm if numerics.mode == "exact" else _FastRmsNorm
-        return of_squares if self.bias is None else _LayerNorm
+        return _LayerNorm if self.is_centred else of_squares
+
+    @property
+    def is_centred(self) -> bool:
+        """True for a LayerNorm, which takes the mean away."""
+        return self.context.model.norm == "layernorm"
+
+    @property
+    def factor(self) -> Tensor:
+        """[h]: what normed rows are multiplied by, fp32 where it is not the weight alone."""
+        offset = self.context.model.norm_offset
+        return self.weight.operand.float() + offset if offset else self.weight.operand
+
+    def submit(self, ctx: Any, weight: Callable[[], Contribution], bias: Callable[[], Contribution]) -> None:
+        """Leaves the gradients of weight and, where there is one, bias to the stage."""
+        work = [(self.weight_usage, weight)]
+        if self.bias_usage is not None:
+            work.append((self.bias_usage, bias))
+        self.context.submit(self.name, work, ctx.microbatch)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         y_BSH = self._function.apply(x_BSH, self)
@@ -77,9 +97,8 @@ class HeadNorm(Norm):
 class _LayerNorm(Function):
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
-        assert layer.bias is not None
         ctx.layer, ctx.microbatch = layer, layer.context.microbatch
-        weight, bias = layer.weight.operand.float(), layer.bias.operand.float()
+        weight, bias = layer.factor.float(), None if layer.bias is None else layer.bias.operand.float()
         y_BSH, mean, rstd = torch.native_layer_norm(x_BSH.float(), x_BSH.shape[-1:], weight, bias, layer.eps)
         ctx.save_for_backward(x_BSH, mean, rstd)
         return y_BSH.to(x_BSH.dtype)
@@ -87,16 +106,15 @@ class _LayerNorm(Function):
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
         (x_BSH, mean, rstd), layer, dtype = ctx.saved_tensors, ctx.layer, dy_BSH.dtype
-        weight, bias = layer.weight.operand.float(), layer.bias.operand.float()
         dy_BSH, x_BSH = dy_BSH.contiguous().float(), x_BSH.float()
         dx_BSH, _, _ = torch.ops.aten.native_layer_norm_backward(
-            dy_BSH, x_BSH, x_BSH.shape[-1:], mean, rstd, weight, bias, [True, False, False]
+            dy_BSH, x_BSH, x_BSH.shape[-1:], mean, rstd, layer.factor.float(), None, [True, False, False]
         )
-        work = [
-            (layer.weight_usage, lambda: layer.token_sums((x_BSH - mean).mul_(rstd).mul_(dy_BSH))),
-            (layer.bias_usage, lambda: layer.token_sums(dy_BSH)),
-        ]
-        layer.context.submit(layer.name, work, ctx.microbatch)
+        layer.submit(
+            ctx,
+            lambda: layer.token_sums((x_BSH - mean).mul_(rstd).mul_(dy_BSH)),
+            lambda: layer.token_sums(dy_BSH),
+        )
         return dx_BSH.to(dtype), None
 
 
@@ -110,14 +128,14 @@ class _RmsNorm(Function):
         wide = x_BSH.float()
         rstd = layer.context.numerics.elementwise(torch.rsqrt, wide.square().mean(-1, keepdim=True) + layer.eps)
         ctx.save_for_backward(x_BSH, rstd)
-        return (wide * rstd).mul_(layer.weight.operand).to(x_BSH.dtype)
+        return (wide * rstd).mul_(layer.factor).to(x_BSH.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
         x_BSH, rstd = ctx.saved_tensors
         layer, normed, dtype = ctx.layer, x_BSH.float() * rstd, dy_BSH.dtype
         dy_BSH = dy_BSH.float()
-        g = dy_BSH * layer.weight.operand
+        g = dy_BSH * layer.factor
         dx_BSH = (g - normed * (g * normed).mean(-1, keepdim=True)).mul_(rstd)
 
         def gradient() -> Contribution:
@@ -138,7 +156,7 @@ class _FastRmsNorm(Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rstd = torch.addcmul(layer.epsilon, norm, norm, value=1 / x_BSH.shape[-1]).rsqrt_()
         ctx.save_for_backward(x_BSH, rstd)
-        return (wide * rstd).mul_(layer.weight.operand).to(x_BSH.dtype)
+        return (wide * rstd).mul_(layer.factor).to(x_BSH.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
@@ -146,7 +164,7 @@ class _FastRmsNorm(Function):
         dy_BSH, x_BSH, weight, width = (
             dy_BSH.contiguous().float(),
             x_BSH.float(),
-            layer.weight.operand.float(),
+            layer.factor.float(),
             x_BSH.shape[-1:],
         )
 
@@ -169,14 +187,14 @@ class _CompiledRmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
         ctx.layer, ctx.microbatch = layer, layer.context.microbatch
-        y_BSH, rstd = rms_forward(x_BSH.detach(), layer.weight.operand, layer.eps)
+        y_BSH, rstd = rms_forward(x_BSH.detach(), layer.factor, layer.eps)
         ctx.save_for_backward(x_BSH, rstd)
         return y_BSH
 
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
         (x_BSH, rstd), layer = ctx.saved_tensors, ctx.layer
-        dx_BSH, dweight = rms_backward(dy_BSH.contiguous(), x_BSH.detach(), rstd, layer.weight.operand)
+        dx_BSH, dweight = rms_backward(dy_BSH.contiguous(), x_BSH.detach(), rstd, layer.factor)
         layer.context.submit(layer.name, [(layer.weight_usage, lambda: dweight)], ctx.microbatch)
         return dx_BSH, None
 
@@ -186,16 +204,15 @@ class _CompiledLayerNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:
-        assert layer.bias is not None
         ctx.layer, ctx.microbatch = layer, layer.context.microbatch
-        y_BSH, mean, rstd = layer_forward(x_BSH.detach(), layer.weight.operand, layer.bias.operand, layer.eps)
+        bias = None if layer.bias is None else layer.bias.operand
+        y_BSH, mean, rstd = layer_forward(x_BSH.detach(), layer.factor, bias, layer.eps)
         ctx.save_for_backward(x_BSH, mean, rstd)
         return y_BSH
 
     @staticmethod
     def backward(ctx: Any, dy_BSH: Tensor) -> tuple[Tensor, None]:
         (x_BSH, mean, rstd), layer = ctx.saved_tensors, ctx.layer
-        dx_BSH, dweight, dbias = layer_backward(dy_BSH.contiguous(), x_BSH.detach(), mean, rstd, layer.weight.operand)
-        work = [(layer.weight_usage, lambda: dweight), (layer.bias_usage, lambda: dbias)]
-        layer.context.submit(layer.name, work, ctx.microbatch)
+        dx_BSH, dweight, dbias = layer_backward(dy_BSH.contiguous(), x_BSH.detach(), mean, rstd, layer.factor)
+        layer.submit(ctx, lambda: dweight, lambda: dbias)
         return dx_BSH, None

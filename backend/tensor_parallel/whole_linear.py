@@ -35,7 +35,9 @@ class WholeLinear(nn.Module):
         self.shard, self.usage = context.shard(f"{name}.weight", fp32=fp32)
         self.bias: Shard | None
         self.bias_usage: Usage | None
-        self.bias, self.bias_usage = context.shard(f"{name}.bias") if context.has(f"{name}.bias") else (None, None)
+        self.bias, self.bias_usage = (
+            context.shard(f"{name}.bias", fp32=fp32) if context.has(f"{name}.bias") else (None, None)
+        )
         self.leaves = OwnedLeaves(Leaves(1, 1), len(self.shard.storage), 1, 0)
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import FileError
+from ..model.expert_layers import pattern_of
 from .account import Imported, Request
 from .bridge_layout import put_layout
 from .bridge_numbers import put_batch, put_numbers
@@ -17,7 +18,8 @@ from .written import parse_yaml, settings_of
 _FUNCTIONS = {
     "silu": ("swiglu", None),
     "gelu": ("geglu", "gelu"),
-    "fast_gelu": (None, "gelu_tanh"),
+    "fast_gelu": ("geglu_tanh", "gelu_tanh"),
+    "quick_gelu": ("quick_geglu", None),
     "squared_relu": (None, "relu_squared"),
 }
 """Activation -> that of the plan, gated and not."""
@@ -138,6 +140,12 @@ def _put_activation(sheet: Sheet) -> None:
         sheet.refuse("model.activation_func", f"a {how} {name} is none of model.activation.")
     else:
         sheet.put("model.activation", chosen, "model.activation_func", "model.gated_linear_unit")
+    if sheet.value("model.gated_linear_unit"):
+        for flag, key in (("activation_func_clamp_value", "gate_limit"), ("glu_linear_offset", "gate_offset")):
+            if sheet.value(_M + flag):
+                sheet.put(f"model.{key}", float(sheet.value(_M + flag)), _M + flag)
+    if sheet.value("model.layernorm_zero_centered_gamma"):
+        sheet.put("model.norm_offset", 1.0, "model.layernorm_zero_centered_gamma")
 
 
 def _put_positions(sheet: Sheet) -> None:
@@ -187,13 +195,14 @@ def _put_experts(sheet: Sheet) -> None:
     sheet.put("model.experts_per_token", sheet.value("model.moe_router_topk"), "model.moe_router_topk")
     sheet.put("model.expert_ffn_hidden_size", width, "model.moe_ffn_hidden_size")
     shared = sheet.value("model.moe_shared_expert_intermediate_size") or 0
-    if shared and (not width or shared % width):
-        sheet.refuse(
-            "model.moe_shared_expert_intermediate_size",
-            f"shared experts are as wide as the others, {width} each (model.num_shared_experts).",
-        )
-    elif shared:
-        sheet.put("model.num_shared_experts", shared // width, "model.moe_shared_expert_intermediate_size")
+    if shared:
+        whole = bool(width) and shared % width == 0
+        flag = "model.moe_shared_expert_intermediate_size"
+        sheet.put("model.num_shared_experts", shared // width if whole else 1, flag)
+        if not whole:
+            sheet.put("model.shared_expert_ffn_hidden_size", shared, flag)
+        if sheet.value("model.moe_shared_expert_gate"):
+            sheet.put("model.shared_expert_gate", True, "model.moe_shared_expert_gate")
     sheet.put("model.router_scores", sheet.value("model.moe_router_score_function"), "model.moe_router_score_function")
     normal = (
         not sheet.value("model.moe_router_pre_softmax") or sheet.value("model.moe_router_score_function") == "sigmoid"
@@ -217,20 +226,19 @@ def _put_experts(sheet: Sheet) -> None:
 
 
 def _put_dense_layers(sheet: Sheet) -> None:
-    """Puts how many layers come before the first with experts."""
+    """Puts which layers have experts."""
     layers, given = sheet.value("model.num_layers"), sheet.value("model.moe_layer_freq")
     if given == 1:
         return
-    pattern = given if isinstance(given, list) else None
-    if (
-        pattern is None
-        or any(each not in (0, 1) for each in pattern)
-        or sorted(pattern) != pattern
-        or len(pattern) != layers
-    ):
-        sheet.refuse(
-            "model.moe_layer_freq",
-            "a plan has dense layers first, then layers with experts (model.first_dense_layers).",
-        )
-    elif pattern.count(0):
-        sheet.put("model.first_dense_layers", pattern.count(0), "model.moe_layer_freq")
+    pattern, found = given, None
+    if isinstance(given, int) and given > 0:
+        pattern = [int(layer % given == 0) for layer in range(layers)]
+    if isinstance(pattern, list) and len(pattern) == layers and all(each in (0, 1) for each in pattern):
+        found = pattern_of([layer for layer, moe in enumerate(pattern) if moe], layers)
+    if found is None:
+        why = "every so manieth layer after the first dense ones has experts in a plan (model.expert_layer_step)."
+        sheet.refuse("model.moe_layer_freq", why)
+        return
+    for key, value, usual in zip(("first_dense_layers", "expert_layer_step"), found, (0, 1), strict=True):
+        if value != usual:
+            sheet.put(f"model.{key}", value, "model.moe_layer_freq")

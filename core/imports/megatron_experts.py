@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from ..model.expert_layers import pattern_of
 from .megatron_flags import UNDER
 from .megatron_reading import Reading
 
@@ -47,17 +48,14 @@ def _dense_layers(reading: Reading, layers: int | None) -> None:
     pattern = layer_pattern(text)
     if isinstance(pattern, int) and layers is not None:
         pattern = [int(layer % pattern == 0) for layer in range(layers)] if pattern > 0 else None
-    if isinstance(pattern, list):
-        dense = next((number for number, moe in enumerate(pattern) if moe), len(pattern))
-        if all(pattern[dense:]) and (layers is None or len(pattern) == layers) and dense < len(pattern):
-            reading.put("model.first_dense_layers", dense, "--moe-layer-freq")
+    if isinstance(pattern, list) and layers in (None, len(pattern)):
+        found = pattern_of([number for number, moe in enumerate(pattern) if moe], len(pattern))
+        if found is not None:
+            reading.put("model.first_dense_layers", found[0], "--moe-layer-freq")
+            reading.put("model.expert_layer_step", found[1], "--moe-layer-freq")
             return
-    reading.say(
-        "--moe-layer-freq",
-        "refused",
-        "in a plan dense layers come first, then those with experts",
-        "model.first_dense_layers",
-    )
+    why = "in a plan every so manieth layer after the first dense ones has experts, up to the last"
+    reading.say("--moe-layer-freq", "refused", why, "model.expert_layer_step")
 
 
 def layer_pattern(text: str) -> int | list[int] | None:
@@ -89,11 +87,12 @@ def _shared_experts(reading: Reading, width: int | None) -> None:
     size = reading.integer("--moe-shared-expert-intermediate-size")
     if not size or width is None:
         return
+    flag = "--moe-shared-expert-intermediate-size"
+    reading.put("model.num_shared_experts", 1 if size % width else size // width, flag)
     if size % width:
-        why = f"a plan's shared experts have the width of the others, {width}, of which this is no multiple"
-        reading.say("--moe-shared-expert-intermediate-size", "refused", why, "model.num_shared_experts")
-    else:
-        reading.put("model.num_shared_experts", size // width, "--moe-shared-expert-intermediate-size")
+        reading.put("model.shared_expert_ffn_hidden_size", size, flag)
+    if reading.given("--moe-shared-expert-gate"):
+        reading.put("model.shared_expert_gate", True, "--moe-shared-expert-gate")
 
 
 def _router(reading: Reading) -> None:

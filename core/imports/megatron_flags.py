@@ -108,10 +108,12 @@ UNDER: Mapping[str, tuple[Direct, ...]] = {
 
 COMBINED = """
 ffn-hidden-size= kv-channels= group-query-attention num-query-groups= swiglu squared-relu openai-gelu@-0.20 onnx-safe=
-no-bias-gelu-fusion glu-activation= quick-geglu@0.15 normalization= position-embedding-type=
+no-bias-gelu-fusion glu-activation= quick-geglu@0.15 activation-func-clamp-value=@0.15 glu-linear-offset=:0.0@0.15
+apply-layernorm-1p normalization= position-embedding-type=
 use-rotary-position-embeddings no-position-embedding add-qkv-bias@0.5 vocab-size= padded-vocab-size=@0.15
 make-vocab-size-divisible-by= tokenizer-type= pad-vocab-size-to= vocab-extra-ids= extra-vocab-size= num-experts=+
-moe-layer-freq=@0.9 moe-shared-expert-intermediate-size=@0.9 moe-router-load-balancing-type=+@0.5
+moe-layer-freq=@0.9 moe-shared-expert-intermediate-size=@0.9 moe-shared-expert-gate@0.16
+moe-router-load-balancing-type=+@0.5
 moe-aux-loss-coeff=+@0.5 moe-router-pre-softmax@0.9 moe-router-score-function=@0.10 moe-token-dispatcher-type=@0.6
 moe-enable-deepep@0.11 moe-flex-dispatcher-backend=@0.16 multi-latent-attention@0.10 rope-type=@0.15
 rotary-scaling-factor=@0.10 mscale=@0.11 mscale-all-dim=@0.11 rotary-seq-len-interpolation-factor=

@@ -59,14 +59,14 @@ def _activation(reading: Reading, hidden: int | None) -> None:
     elif reading.given("--squared-relu"):
         flag, activation = "--squared-relu", "relu_squared"
     elif reading.given("--quick-geglu"):
-        flag, activation = "--quick-geglu", ""
-        reading.say(flag, "refused", "a plan has no quick gelu", "model.activation")
+        flag, activation = "--quick-geglu", "quick_geglu"
     elif reading.given("--openai-gelu"):
         flag, activation = "--openai-gelu", "gelu_tanh"
     else:
         flag, activation = "--no-bias-gelu-fusion", "gelu_tanh" if fuses else "gelu"
     if activation:
         reading.put("model.activation", activation, flag)
+    _gate(reading, gated="glu" in activation)
     width = reading.integer("--ffn-hidden-size")
     if width is None and hidden is not None and not reading.is_written("--ffn-hidden-size"):
         width = (
@@ -81,6 +81,22 @@ def _activation(reading: Reading, hidden: int | None) -> None:
         reading.say("--normalization", "refused", "a plan has LayerNorm and RMSNorm", "model.norm")
     else:
         reading.put("model.norm", norm, "--normalization")
+    if reading.given("--apply-layernorm-1p"):
+        reading.put("model.norm_offset", 1.0, "--apply-layernorm-1p")
+
+
+def _gate(reading: Reading, *, gated: bool) -> None:
+    """Limits of a gate, which Megatron has under `--quick-geglu` only, and what is added to its up-projection."""
+    limit, offset = reading.number("--activation-func-clamp-value"), reading.number("--glu-linear-offset")
+    clamps = reading.given("--quick-geglu")
+    for flag, key, value, counts in (
+        ("--activation-func-clamp-value", "model.gate_limit", limit, gated and clamps),
+        ("--glu-linear-offset", "model.gate_offset", offset, gated),
+    ):
+        if value is not None and counts:
+            reading.put(key, value, flag)
+        elif value is not None:
+            reading.say(flag, "no-effect", "it is of a gate that the activation does not have")
 
 
 def _attention(reading: Reading, hidden: int | None, heads: int | None) -> None:

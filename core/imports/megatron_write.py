@@ -118,10 +118,18 @@ def _model(model: ModelSpec) -> Iterator[Line]:
         yield ("--swiglu",)
     elif model.activation == "relu_squared":
         yield ("--squared-relu",)
+    elif model.activation == "quick_geglu":
+        yield ("--quick-geglu",)
+        if model.gate_limit is not None:
+            yield "--activation-func-clamp-value", model.gate_limit
     elif model.activation == "gelu" and model.bias:
         yield ("--no-bias-gelu-fusion",)
     elif model.activation == "gelu_tanh" and not model.bias:
         yield ("--openai-gelu",)
+    if model.gate_offset:
+        yield "--glu-linear-offset", model.gate_offset
+    if model.norm_offset == 1:
+        yield ("--apply-layernorm-1p",)
     if model.is_mla:
         yield ("--multi-latent-attention",)
         for row in UNDER["--multi-latent-attention"]:
@@ -166,11 +174,15 @@ def _experts(plan: Plan, model: ModelSpec) -> Iterator[Line]:
         return
     yield "--num-experts", model.num_experts
     yield from _rows(plan, UNDER["--num-experts"])
-    if model.first_dense_layers:
-        dense = model.first_dense_layers
+    dense = model.first_dense_layers
+    if model.expert_layer_step > 1:
+        yield "--moe-layer-freq", str([int(model.layer_is_moe(layer)) for layer in range(model.num_layers)])
+    elif dense:
         yield "--moe-layer-freq", f"([0]*{dense}+[1]*{model.num_layers - dense})"
     if model.num_shared_experts:
         yield "--moe-shared-expert-intermediate-size", model.shared_expert_width
+    if model.shared_expert_gate:
+        yield ("--moe-shared-expert-gate",)
     yield "--moe-router-score-function", model.router_scores
     if model.router_scores == "softmax" and not model.normalized_router_weights:
         yield ("--moe-router-pre-softmax",)

@@ -117,7 +117,10 @@ MODELS: dict[str, dict[str, Fields]] = {
         "70B": {"preset": "llama3.1-70b"},
         "405B": {"preset": "llama3.1-405b"},
     },
-    "llama4": {"17bx16e": _LLAMA4_16},
+    "llama4": {
+        "17bx16e": _LLAMA4_16,
+        "17bx128e": {**_LLAMA4_16, "num_experts": 128, "first_dense_layers": 1, "expert_layer_step": 2},
+    },
     "deepseek_v3": {
         "debugmodel": _SMALL_DEEPSEEK,
         "16B": {"preset": "deepseek-v2-lite", "norm_eps": 1e-5, **_BIASED},
@@ -156,13 +159,12 @@ MODELS: dict[str, dict[str, Fields]] = {
 }
 """Family -> flavor -> fields of the plan's [model]."""
 
-_EVERY_SECOND = "experts in every second layer (interleave_moe_layer_step = 2); our layers have them in all or in none"
+_WIDTH = "experts of a width that is not recorded here"
 _IROPE = "layers without positions (every_n_layers_nope) and attention within blocks of a sequence"
 
 NOT_EXPRESSED: dict[str, dict[str, str]] = {
     "llama4": {
-        "debugmodel": _EVERY_SECOND,
-        "17bx128e": _EVERY_SECOND,
+        "debugmodel": _WIDTH,
         "debugmodel_irope": _IROPE,
         "17bx16e_irope": _IROPE,
         "17bx128e_irope": _IROPE,

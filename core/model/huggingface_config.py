@@ -67,7 +67,59 @@ def _misfit(ours: ModelSpec, theirs: ModelSpec) -> Iterator[str]:
 
 
 def _llama(model: ModelSpec) -> dict[str, Any]:
-    return {**_rotary(model), "attention_bias": model.bias, "mlp_bias": model.bias}
+    return {**_rotary(model), **_attention_bias(model), "mlp_bias": model.bias or model.mlp_bias}
+
+
+def _attention_bias(model: ModelSpec) -> dict[str, bool]:
+    return {"attention_bias": model.bias or (model.qkv_bias and model.attention_output_bias)}
+
+
+def _granite(model: ModelSpec) -> dict[str, Any]:
+    return {
+        **_llama(model),
+        "embedding_multiplier": model.embedding_multiplier,
+        "residual_multiplier": model.residual_multiplier,
+        "attention_multiplier": model.head_dim**-0.5,
+        "logits_scaling": _inverse(model.logit_multiplier),
+    }
+
+
+def _inverse(x: float) -> float:
+    """The shortest number of which `x` is the inverse.
+
+    >>> _inverse(1 / 49), _inverse(1 / 0.3)
+    (49.0, 0.3)
+    """
+    candidates = (round(1 / x, digits) for digits in range(17))
+    return next((each for each in candidates if each and 1 / each == x), 1 / x)
+
+
+def _granitemoe(model: ModelSpec) -> dict[str, Any]:
+    experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+    return {key: value for key, value in _granite(model).items() if key != "mlp_bias"} | experts
+
+
+def _glm4(model: ModelSpec) -> dict[str, Any]:
+    # the family's own would be the id of padding, which small vocabularies do not have
+    return {**_turned_whole(model), "attention_bias": model.qkv_bias, "pad_token_id": None}
+
+
+def _turned_whole(model: ModelSpec) -> dict[str, Any]:
+    """A family's keys whose heads turn by half unless they say otherwise."""
+    found = _rotary(model)
+    return {**found, "rope_parameters": {**found["rope_parameters"], "partial_rotary_factor": 1.0}}
+
+
+def _cohere2(model: ModelSpec) -> dict[str, Any]:
+    found = {key: value for key, value in _rotary(model).items() if key != "rms_norm_eps"}
+    return {
+        **found,
+        **_attention_bias(model),
+        "layer_norm_eps": model.norm_eps,
+        "logit_scale": model.logit_multiplier,
+        "sliding_window": model.sliding_window or model.max_positions,
+        "layer_types": ["sliding_attention"] * model.num_layers,
+    }
 
 
 def _mistral(model: ModelSpec) -> dict[str, Any]:
@@ -85,7 +137,7 @@ def _qwen2(model: ModelSpec) -> dict[str, Any]:
 
 
 def _qwen3(model: ModelSpec) -> dict[str, Any]:
-    return {**_qwen2(model), "attention_bias": False}
+    return {**_qwen2(model), **_attention_bias(model)}
 
 
 def _mixtral(model: ModelSpec) -> dict[str, Any]:
@@ -98,9 +150,25 @@ def _qwen3_moe(model: ModelSpec) -> dict[str, Any]:
         "num_experts": model.num_experts,
         "num_experts_per_tok": model.experts_per_token,
         "moe_intermediate_size": model.expert_width,
-        "mlp_only_layers": list(range(model.first_dense_layers)),
+        "mlp_only_layers": [layer for layer in range(model.num_layers) if not model.layer_is_moe(layer)],
         "decoder_sparse_step": 1,
         "norm_topk_prob": model.normalized_router_weights,
+    }
+
+
+def _qwen2_moe(model: ModelSpec) -> dict[str, Any]:
+    found = {**_qwen3_moe(model), "qkv_bias": model.qkv_bias}
+    del found["attention_bias"]
+    return {**found, "shared_expert_intermediate_size": model.shared_expert_width}
+
+
+def _glm4_moe(model: ModelSpec) -> dict[str, Any]:
+    return {
+        **_wide_experts(model),
+        **_turned_whole(model),
+        "attention_bias": model.qkv_bias,
+        "use_qk_norm": model.qk_norm,
+        "num_nextn_predict_layers": model.num_mtp_layers,
     }
 
 
@@ -114,15 +182,22 @@ def _deepseek(model: ModelSpec) -> dict[str, Any]:
         "qk_nope_head_dim": model.qk_nope_head_dim,
         "qk_rope_head_dim": model.qk_rope_head_dim,
         "v_head_dim": model.v_head_dim,
+        "moe_layer_freq": 1,
+        "scoring_func": model.router_scores,
+        **_wide_experts(model),
+    }
+
+
+def _wide_experts(model: ModelSpec) -> dict[str, Any]:
+    """Experts of DeepSeek and those who took them over."""
+    return {
         "n_routed_experts": model.num_experts,
         "num_experts_per_tok": model.experts_per_token,
         "moe_intermediate_size": model.expert_width,
         "n_shared_experts": model.num_shared_experts,
         "first_k_dense_replace": model.first_dense_layers,
-        "moe_layer_freq": 1,
         "norm_topk_prob": model.normalized_router_weights,
         "routed_scaling_factor": model.router_scaling,
-        "scoring_func": model.router_scores,
         "n_group": model.num_router_groups or 1,
         "topk_group": model.router_groups_per_token or 1,
     }
@@ -219,6 +294,12 @@ _WRITERS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "falcon": _falcon,
+    "qwen2_moe": _qwen2_moe,
+    "granite": _granite,
+    "granitemoe": _granitemoe,
+    "glm4": _glm4,
+    "glm4_moe": _glm4_moe,
+    "cohere2": _cohere2,
 }
 """Family -> its keys, most general names first: the first family that reads back as the same model is taken."""
 
@@ -233,5 +314,11 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "falcon": "FalconForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
 }
 """Family -> the class that `transformers` loads its files with."""

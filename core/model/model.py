@@ -11,7 +11,15 @@ from ..base.divisors import divisors
 from ..base.errors import ModelError
 from ..base.option import Bounded, FieldProblem, noun, option
 
-_EXPERT_FIELDS = ("experts_per_token", "num_shared_experts", "expert_ffn_hidden_size", "first_dense_layers")
+_SHARED_FIELDS = ("shared_expert_ffn_hidden_size", "shared_expert_gate")
+_EXPERT_FIELDS = (
+    "experts_per_token",
+    "num_shared_experts",
+    "expert_ffn_hidden_size",
+    "first_dense_layers",
+    "expert_layer_step",
+    *_SHARED_FIELDS,
+)
 ROUTER_FIELDS = (
     "router_scores",
     "normalized_router_weights",
@@ -19,6 +27,7 @@ ROUTER_FIELDS = (
     "num_router_groups",
     "router_groups_per_token",
     "router_group_scores",
+    "router_bias",
     "expert_bias",
     "expert_capacity_factor",
 )
@@ -54,25 +63,38 @@ SCALING_FIELDS = {
 _SCALING_NUMBERS = tuple(dict.fromkeys(name for names in SCALING_FIELDS.values() for name in names))
 ROPE_FIELDS = ("rope_scaling", *_SCALING_NUMBERS)
 
+NORM_FIELDS = ("pre_norms", "post_norms", "norm_offset", "norm_bias")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logit_multiplier")
+GATE_FIELDS = ("gate_limit", "gate_offset")
+GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
+"""Activations with a gate."""
+QUICK_GELU = 1.702
+"""The slope of the sigmoid in `quick_geglu`."""
+
 REFINEMENTS = (
     "qkv_bias",
+    "attention_output_bias",
+    "mlp_bias",
     "qk_norm",
     "parallel_block",
+    *NORM_FIELDS,
+    *MULTIPLIERS,
+    *GATE_FIELDS,
     *ROPE_FIELDS,
     *_OPTIONAL_COUNTS,
     *(name for name in ROUTER_FIELDS if name not in _ROUTER_COUNTS),
 )
-"""What a plain decoder does without: finer biases and norms, experts, latent attention, multi-token prediction,
-padding of the token table."""
+"""What a plain decoder does without: finer biases and norms, factors, limits of a gate, experts, latent attention,
+multi-token prediction, padding of the token table."""
 
 
 @noun()
 class ModelSpec(Bounded, section="model", problem_type=ModelError):
     """A decoder.
 
-    With `num_experts`, the layers from `first_dense_layers` on have a router and experts, of which each token takes
-    `experts_per_token` and all shared ones. With `kv_lora_rank`, attention is multi-head latent attention. With
-    `num_mtp_layers`, modules of multi-token prediction follow the last layer.
+    With `num_experts`, every `expert_layer_step`-th layer from `first_dense_layers` on has a router and experts, of
+    which each token takes `experts_per_token` and all shared ones. With `kv_lora_rank`, attention is multi-head latent
+    attention. With `num_mtp_layers`, modules of multi-token prediction follow the last layer.
 
     Raises `ModelError` with every rule that is broken.
     """
@@ -106,8 +128,14 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         default_note="batch.sequence",
         read_by="core.model.operators",
     )
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "relu_squared"] = option(
-        "MLP activation", default="swiglu", read_by="backend.model.mlp"
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "quick_geglu", "relu_squared"] = option(
+        "MLP activation",
+        default="swiglu",
+        more=(
+            "A gate goes through silu, gelu, gelu's approximation by tanh (Gemma), or x sigmoid(1.702 x) (gpt-oss), "
+            "and multiplies the up-projection."
+        ),
+        read_by="backend.model.mlp",
     )
     norm: Literal["layernorm", "rmsnorm"] = option(
         "normalisation before attention and MLP", default="rmsnorm", read_by="core.model.parameters"
@@ -171,12 +199,73 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         more="It is for these alone, without `bias`.",
         read_by="core.model.operators",
     )
+    attention_output_bias: bool = option(
+        "bias on the output product of attention",
+        default=False,
+        more="It is for this alone, without `bias`.",
+        read_by="core.model.operators",
+    )
+    mlp_bias: bool = option(
+        "bias on both products of MLPs and experts",
+        default=False,
+        more="It is for these alone, without `bias`.",
+        read_by="core.model.operators",
+    )
     qk_norm: bool = option("norm of every query and key head", default=False, read_by="core.model.operators")
     parallel_block: bool = option(
         "attention and MLP take the same normed input",
         default=False,
         more="Both are added to the input (GPT-J; Falcon, arXiv 2311.16867, section 3.3): a layer has one norm.",
         read_by="core.model.operators",
+    )
+    pre_norms: bool = option("attention and MLP take normed inputs", default=True, read_by="core.model.operators")
+    post_norms: bool = option(
+        "what attention and MLP make is normed before it is added",
+        default=False,
+        more=(
+            "Besides the norms before them (Gemma 2, arXiv 2408.00118, section 2; GLM-4), or with `pre_norms = false` "
+            "in their place (OLMo 2, arXiv 2501.00656, section 3.2)."
+        ),
+        read_by="core.model.operators",
+    )
+    norm_offset: float = option(
+        "added to the weights of norms where they multiply",
+        default=0.0,
+        minimum=0,
+        more="With 1 they start at 0 (Gemma; Megatron-LM's `--apply-layernorm-1p`).",
+        read_by="backend.tensor_parallel.norm",
+    )
+    norm_bias: bool = option("a LayerNorm has a bias", default=True, read_by="core.model.parameters")
+    embedding_multiplier: float = option(
+        "times that a token's embedding enters",
+        default=1.0,
+        above=0,
+        more="Granite; Gemma has the square root of `hidden_size`.",
+        read_by="backend.tensor_parallel.embedding",
+    )
+    residual_multiplier: float = option(
+        "times that what attention and MLP make is added", default=1.0, above=0, read_by="backend.model.block"
+    )
+    logit_multiplier: float = option(
+        "times that logits count",
+        default=1.0,
+        above=0,
+        more="Cohere's `logit_scale`, one over Granite's `logits_scaling`.",
+        read_by="backend.model.multi_token",
+    )
+    gate_limit: float | None = option(
+        "largest gate, and largest magnitude of its up-projection",
+        default=None,
+        above=0,
+        default_note="no limit",
+        more="Both are clamped before the activation (gpt-oss has 7).",
+        read_by="backend.model.mlp",
+    )
+    gate_offset: float = option(
+        "added to the up-projection that a gate multiplies",
+        default=0.0,
+        more="gpt-oss has 1.",
+        read_by="backend.model.mlp",
     )
     num_experts: int = option(
         "experts of a MoE layer; 0 is a dense model",
@@ -194,8 +283,22 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         default=0,
         minimum=0,
         bound=EXPERTS,
-        more="They have the width of the others, and are computed as one MLP.",
+        more="They have the width of the others unless it is given, and are computed as one MLP.",
         read_by="core.model.model",
+    )
+    shared_expert_ffn_hidden_size: int | None = option(
+        "width of all shared experts together",
+        default=None,
+        minimum=1,
+        bound=WIDTH,
+        default_note="num_shared_experts * expert_ffn_hidden_size",
+        read_by="core.model.model",
+    )
+    shared_expert_gate: bool = option(
+        "a sigmoid of each token weighs what the shared experts make",
+        default=False,
+        more="Qwen2-MoE, arXiv 2407.10671; it is of one product without bias.",
+        read_by="core.model.operators",
     )
     expert_ffn_hidden_size: int | None = option(
         "width of one expert",
@@ -207,6 +310,14 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     )
     first_dense_layers: int = option(
         "layers before the first with experts", default=0, minimum=0, bound=LAYERS, read_by="core.model.model"
+    )
+    expert_layer_step: int = option(
+        "every so manieth layer from `first_dense_layers` on has experts",
+        default=1,
+        minimum=1,
+        bound=LAYERS,
+        more="The others are dense; those of multi-token prediction are as the last (Llama 4; Megatron-LM).",
+        read_by="core.model.model",
     )
     router_scores: Literal["softmax", "sigmoid"] = option(
         "what a router makes of its logits",
@@ -243,6 +354,12 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         default="max",
         more="The best score in a group is DeepSeek-V2's (section 2.2.2), the sum of the two best DeepSeek-V3's.",
         read_by="backend.model.router",
+    )
+    router_bias: bool = option(
+        "bias on the logits of a router",
+        default=False,
+        more="It is trained as others are.",
+        read_by="core.model.operators",
     )
     expert_bias: bool = option(
         "a bias per expert, in the choice only, balances them",
@@ -346,6 +463,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
             sentence = f"head_dim={self.head_dim} is odd, but rotary positions need pairs. Use {self.head_dim + 1}."
             yield "head_dim", sentence
         if not wrong:
+            yield from self._block_problems()
             yield from self._expert_problems()
             yield from self._router_problems()
             yield from self._latent_problems()
@@ -357,11 +475,24 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
                 f"padding_rows={self.padding_rows} leaves no id of vocab_size={self.vocab_size}. Use {most} at most.",
             )
 
+    def _block_problems(self) -> Iterator[FieldProblem]:
+        """What is wrong with the norms and gates of a layer."""
+        if not self.pre_norms and not self.post_norms:
+            sentence = "pre_norms=False leaves layers without norms. Set post_norms, or leave pre_norms out."
+            yield "pre_norms", sentence
+        if self.parallel_block and (self.post_norms or not self.pre_norms):
+            name = "post_norms" if self.post_norms else "pre_norms"
+            yield name, f"{self._written([name])} does not go with parallel_block, whose layers have one norm."
+        if not self.norm_bias and self.norm != "layernorm":
+            sentence = f'norm_bias=False is of a LayerNorm, but norm="{self.norm}" has no bias. Leave it out.'
+            yield "norm_bias", sentence
+        if not self.gated and (names := self._given(GATE_FIELDS)):
+            sentence = f'{self._written(names)} describe a gate, but activation="{self.activation}" has none.'
+            yield names[0], f"{sentence} Use a gated one, or leave them out."
+
     def _expert_problems(self) -> Iterator[FieldProblem]:
         if not self.is_moe:
-            defaults = {field.name: field.default for field in fields(self)}
-            names = [name for name in _EXPERT_FIELDS if getattr(self, name)]
-            if names := [*names, *(name for name in ROUTER_FIELDS if getattr(self, name) != defaults[name])]:
+            if names := self._given((*_EXPERT_FIELDS, *ROUTER_FIELDS)):
                 given = self._written(names)
                 yield names[0], f"{given} describe experts, but num_experts=0. Set num_experts, or leave them out."
             return
@@ -375,6 +506,9 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
                 "experts. "
                 f"Use at most {self.num_layers - 1}, or num_experts=0.",
             )
+        if not self.num_shared_experts and (names := self._given(_SHARED_FIELDS)):
+            sentence = f"{self._written(names)} describe shared experts, but num_shared_experts=0."
+            yield names[0], f"{sentence} Set that, or leave them out."
 
     def _router_problems(self) -> Iterator[FieldProblem]:
         """What is wrong with the choice of experts, where there are any."""
@@ -485,6 +619,11 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
             sentence = f"rope_beta_slow={self.rope_beta_slow!r} must be below rope_beta_fast={self.rope_beta_fast!r}."
             yield "rope_beta_slow", sentence
 
+    def _given(self, names: Iterable[str]) -> list[str]:
+        """Those of some fields that are not at their defaults."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return [name for name in names if getattr(self, name) != defaults[name]]
+
     def _written(self, names: Iterable[str]) -> str:
         """Fields as sentences name them: `experts_per_token=2, num_router_groups=4`."""
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
@@ -501,7 +640,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     @property
     def gated(self) -> bool:
         """True when the first MLP product has a gate half (SwiGLU, GeGLU)."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in GATED
 
     @property
     def is_moe(self) -> bool:
@@ -522,12 +661,13 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     def layer_is_moe(self, layer: int) -> bool:
         """True when a layer has experts in the place of the dense MLP. Multi-token-prediction layers count
         on: `num_layers + i`."""
-        return self.is_moe and layer >= self.first_dense_layers
+        place = min(layer, self.num_layers - 1) - self.first_dense_layers
+        return self.is_moe and place >= 0 and place % self.expert_layer_step == 0
 
     @property
     def num_moe_layers(self) -> int:
         """Layers with experts, without those of multi-token prediction."""
-        return self.num_layers - self.first_dense_layers if self.is_moe else 0
+        return sum(map(self.layer_is_moe, range(self.num_layers)))
 
     @property
     def expert_width(self) -> int:
@@ -537,7 +677,8 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     @property
     def shared_expert_width(self) -> int:
         """Width of the MLP that all tokens take besides their experts; 0 without one."""
-        return self.num_shared_experts * self.expert_width
+        given = self.shared_expert_ffn_hidden_size
+        return self.num_shared_experts * self.expert_width if given is None else given
 
     @property
     def value_head_dim(self) -> int:

@@ -105,8 +105,9 @@ class Operator:
 
 
 def layer_operators(model: ModelSpec, layer: int) -> tuple[Operator, ...]:
-    """One transformer layer: pre-norm attention, then a pre-norm MLP, or in a parallel block one that takes the same
-    norm. Layers of multi-token prediction count on: `num_layers + i`. Equal layers share one tuple."""
+    """One transformer layer: attention, then an MLP, each between the norms that the model has; in a parallel block
+    both take the same norm. Layers of multi-token prediction count on: `num_layers + i`. Equal layers share one
+    tuple."""
     return _layer_operators(model, moe=model.layer_is_moe(layer))
 
 
@@ -115,8 +116,18 @@ def _layer_operators(model: ModelSpec, *, moe: bool) -> tuple[Operator, ...]:
     hidden = Width(model.hidden_size)
     attention = _latent_attention(model) if model.kv_lora_rank else _grouped_attention(model)
     mlp = _experts(model) if moe else _mlp(model, model.ffn_hidden_size, "ffn")
-    second = () if model.parallel_block else (Operator(Role.MLP_NORM, Kind.NORM, hidden, hidden),)
-    return Operator(Role.ATTENTION_NORM, Kind.NORM, hidden, hidden), *attention, *second, *mlp
+
+    def norms(role: Role, has: bool) -> tuple[Operator, ...]:
+        return (Operator(role, Kind.NORM, hidden, hidden),) if has else ()
+
+    return (
+        *norms(Role.ATTENTION_NORM, model.pre_norms),
+        *attention,
+        *norms(Role.ATTENTION_POST_NORM, model.post_norms),
+        *norms(Role.MLP_NORM, model.pre_norms and not model.parallel_block),
+        *mlp,
+        *norms(Role.MLP_POST_NORM, model.post_norms),
+    )
 
 
 def embedding_operators(model: ModelSpec) -> tuple[Operator, ...]:
@@ -161,7 +172,12 @@ def _grouped_attention(model: ModelSpec) -> Iterator[Operator]:
         yield Operator(Role.QUERY_HEAD_NORM, Kind.NORM, Width(d), Width(d))
         yield Operator(Role.KEY_HEAD_NORM, Kind.NORM, Width(d), Width(d))
     yield Operator(Role.CORE, Kind.ATTEND, mixed, attended)
-    yield Operator(Role.ATTENTION_OUTPUT, Kind.LINEAR, attended, hidden, bias=model.bias, ends=True)
+    yield _attention_output(model, attended)
+
+
+def _attention_output(model: ModelSpec, attended: Width) -> Operator:
+    biased = model.bias or model.attention_output_bias
+    return Operator(Role.ATTENTION_OUTPUT, Kind.LINEAR, attended, Width(model.hidden_size), bias=biased, ends=True)
 
 
 def _latent_attention(model: ModelSpec) -> Iterator[Operator]:
@@ -186,7 +202,7 @@ def _latent_attention(model: ModelSpec) -> Iterator[Operator]:
     yield Operator(Role.KEYS_UP, Kind.LINEAR, low_kv, pairs, bias=bias, carries=rotary)
     mixed, attended = Width(2 * (plain + rotary) + values, "heads", heads), Width(values, "heads", heads)
     yield Operator(Role.CORE, Kind.ATTEND, mixed, attended)
-    yield Operator(Role.ATTENTION_OUTPUT, Kind.LINEAR, attended, hidden, bias=bias, ends=True)
+    yield _attention_output(model, attended)
 
 
 def _mlp(
@@ -199,15 +215,16 @@ def _mlp(
 ) -> Iterator[Operator]:
     """Up, activation, down."""
     hidden, up, units = Width(model.hidden_size), Width(2 if model.gated else 1, axis, width), Width(1, axis, width)
-    yield Operator(roles[0], Kind.LINEAR, hidden, up, bias=model.bias, experts=experts)
+    bias = model.bias or model.mlp_bias
+    yield Operator(roles[0], Kind.LINEAR, hidden, up, bias=bias, experts=experts)
     yield Operator(roles[1], Kind.ACTIVATE, up, units, experts=experts)
-    yield Operator(roles[2], Kind.LINEAR, units, hidden, bias=model.bias, experts=experts, ends=True)
+    yield Operator(roles[2], Kind.LINEAR, units, hidden, bias=bias, experts=experts, ends=True)
 
 
 def _experts(model: ModelSpec) -> Iterator[Operator]:
     """A router with experts, and the shared ones that every token takes."""
     hidden = Width(model.hidden_size)
-    yield Operator(Role.ROUTER, Kind.LINEAR, hidden, Width(model.num_experts), fp32=True)
+    yield Operator(Role.ROUTER, Kind.LINEAR, hidden, Width(model.num_experts), bias=model.router_bias, fp32=True)
     yield Operator(Role.DISPATCH, Kind.DISPATCH, hidden, hidden)
     roles = Role.EXPERTS_UP, Role.EXPERTS_ACTIVATION, Role.EXPERTS_DOWN
     yield from _mlp(model, model.expert_width, "expert_ffn", roles, experts=True)
@@ -215,3 +232,5 @@ def _experts(model: ModelSpec) -> Iterator[Operator]:
     if model.num_shared_experts:
         shared = Role.SHARED_UP, Role.SHARED_ACTIVATION, Role.SHARED_DOWN
         yield from _mlp(model, model.shared_expert_width, "shared_ffn", shared)
+    if model.shared_expert_gate:
+        yield Operator(Role.SHARED_GATE, Kind.LINEAR, hidden, Width(1))

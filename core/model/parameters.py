@@ -135,8 +135,9 @@ def operator_parameters(model: ModelSpec, operators: Iterable[Operator], prefix:
                 cut: tuple[int, Feature] | None = (0, operator.axis) if operator.axis else None
                 yield Parameter(f"{name}.weight", (operator.takes.size, operator.makes.size), cut, init_std=INIT_STD)
             case Kind.NORM:
-                yield Parameter(f"{name}.weight", (operator.makes.size,), constant=1.0, decay=False)
-                if model.norm == "layernorm":
+                start = 1.0 - model.norm_offset
+                yield Parameter(f"{name}.weight", (operator.makes.size,), constant=start, decay=False)
+                if model.norm == "layernorm" and model.norm_bias:
                     yield Parameter(f"{name}.bias", (operator.makes.size,), constant=0.0, decay=False)
             case Kind.LINEAR:
                 yield from _linear(model, operator, name)

@@ -24,6 +24,7 @@ class Role(Enum):
     KEYS_UP = "attention.kv_up"
     CORE = "attention.core"
     ATTENTION_OUTPUT = "attention.output"
+    ATTENTION_POST_NORM = "attention.post_norm"
     MLP_NORM = "mlp.norm"
     UP = "mlp.up"
     ACTIVATION = "mlp.activation"
@@ -37,6 +38,8 @@ class Role(Enum):
     SHARED_UP = "mlp.shared.up"
     SHARED_ACTIVATION = "mlp.shared.activation"
     SHARED_DOWN = "mlp.shared.down"
+    SHARED_GATE = "mlp.shared.gate"
+    MLP_POST_NORM = "mlp.post_norm"
     EMBEDDING_NORM = "embedding_norm"  # of the next token's embedding, in multi-token prediction
     HIDDEN_NORM = "hidden_norm"
     PROJECTION = "projection"  # of a hidden state and the next token's embedding

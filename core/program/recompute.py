@@ -21,7 +21,10 @@ _REPEATED = {
     "core_attn": (Role.CORE,),
     "mla_up_proj": (Role.QUERIES, Role.QUERIES_UP, Role.KEYS_UP),
     "mlp": (Role.UP, Role.DOWN),
-    "moe": (Role.ROUTER, Role.DISPATCH, Role.EXPERTS_UP, Role.EXPERTS_DOWN, Role.COMBINE, *_SHARED),
+    "moe": (
+        *(Role.ROUTER, Role.DISPATCH, Role.EXPERTS_UP, Role.EXPERTS_DOWN, Role.COMBINE),
+        *(*_SHARED, Role.SHARED_GATE),
+    ),
     "shared_experts": _SHARED,
 }
 """Module of selective recomputation -> the roles that it repeats (Megatron-Core's `--recompute-modules`). `norm`,

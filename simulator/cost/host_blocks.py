@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...core.layout.stage_parameters import stage_parameters
-from ...core.model.model import ModelSpec
+from ...core.model.model import GATE_FIELDS, MULTIPLIERS, NORM_FIELDS, ModelSpec
 from ...core.model.operators import Kind, Operator
 from ...core.model.parameters import Parameter
 from ...core.model.roles import Role
@@ -41,6 +41,9 @@ COUNTED = (
 )
 """Operators whose kernels were measured."""
 
+GATE_KERNELS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+"""Activation with a gate -> the measured kernel of the gate."""
+
 GATED = Role.UP
 """The layer whose two halves, gate and up-projection, are multiplied one after the other."""
 
@@ -54,7 +57,7 @@ def is_host(plan: Plan) -> bool:
     if not plan.cluster.kernel_curve or not profile_of(plan).host_kernels_counted:
         return False
     layout, groups = plan.layout, (group for stage in plan.stages for group in stage_groups(plan, stage.stage))
-    plain = all(is_counted(group) for group in groups)
+    plain = all(is_counted(group) for group in groups) and is_measured(plan.model)
     whole = not (layout.sequence_parallel or layout.zero) and layout.cp == layout.ep == 1
     return plain and whole and plan.precision.dtype == "fp32" and plan.recompute.mode == "none"
 
@@ -63,6 +66,14 @@ def is_counted(group: Group) -> bool:
     """Whether the kernels of its operators are counted here; layers were measured with two norms."""
     norms = group.num(Role.ATTENTION_NORM) == group.num(Role.MLP_NORM)
     return norms and all(operator.role in COUNTED for operator in group.operators)
+
+
+def is_measured(model: ModelSpec) -> bool:
+    """Whether a model does without what no kernel was measured for: factors of hidden states and of norms, limits of a
+    gate, a LayerNorm without bias."""
+    refined = (*MULTIPLIERS, *NORM_FIELDS, *GATE_FIELDS)
+    plain = all(getattr(model, name) == getattr(ModelSpec, name) for name in refined)
+    return plain and model.activation != "quick_geglu"
 
 
 def rate_share(plan: Plan) -> float:
@@ -372,11 +383,8 @@ class _Kernels:
 
     def _activation(self) -> Kernels:
         match self.model.activation:
-            case "swiglu" | "geglu":
-                return [
-                    ("silu" if self.model.activation == "swiglu" else "gelu", self.units, 1),
-                    ("add", self.units, 1),
-                ]
+            case "swiglu" | "geglu" | "geglu_tanh" as name:
+                return [(GATE_KERNELS[name], self.units, 1), ("add", self.units, 1)]
             case "relu_squared":
                 return [("add", self.units, 2)]
             case name:
@@ -384,9 +392,8 @@ class _Kernels:
 
     def _activation_backward(self) -> Kernels:
         match self.model.activation:
-            case "swiglu" | "geglu":
-                kernel = "silu_backward" if self.model.activation == "swiglu" else "gelu_backward"
-                return [("add", self.units, 2), (kernel, self.units, 1)]
+            case "swiglu" | "geglu" | "geglu_tanh" as name:
+                return [("add", self.units, 2), (f"{GATE_KERNELS[name]}_backward", self.units, 1)]
             case "relu_squared":
                 return [("add", self.units, 3)]
             case name:

@@ -76,6 +76,10 @@ EAGER_GATE = Traffic(10, 2, 18, 3)
 """Bytes per 16-bit element of silu(gate) * up in two kernels: (2 + 2) and (4 + 2); backward (4
 + 2) twice and (4 + 2)."""
 
+EAGER_LIMITS = Traffic(12, 3, 12, 2)
+"""Bytes per 16-bit element of what limits a gate and moves its up-projection: two clamps and a sum (2 + 2 each),
+backward two masks (4 + 2 each)."""
+
 EAGER_SQUARED_RELU = Traffic(8, 2, 20, 4)
 """Bytes per 16-bit element of relu(x) ** 2 in two kernels: (2 + 2) each; backward the base copied as its first power (2
 + 2), doubled (2 + 2), times the gradient (4 + 2), and the gradient masked (4 + 2) (PyTorch,
@@ -84,6 +88,10 @@ tools/autograd/derivatives.yaml, `pow` and `relu`)."""
 ROUTER_KERNELS = 8
 """Kernels of a router besides its product: scores, top-k, normalisation, token counts, auxiliary loss, index maps
 (Megatron-Core moe_utils.py, unfused). Counted, approximately."""
+
+
+HIDDEN_NORMS = (Role.ATTENTION_NORM, Role.ATTENTION_POST_NORM, Role.MLP_NORM, Role.MLP_POST_NORM)
+"""The norms of a layer's hidden states."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def layer_traffic(plan: Plan, profile: Profile, operators: Iterable[Operator]) -
     `attention` for the rest."""
     by_role = {operator.role: operator for operator in operators}
     pieces = {
-        "norm": _norms(plan, profile, sum(role in (Role.ATTENTION_NORM, Role.MLP_NORM) for role in by_role)),
+        "norm": _norms(plan, profile, sum(role in HIDDEN_NORMS for role in by_role)),
         "residual": _residuals(plan, profile),
         "attention": _attention(plan, profile, by_role),
     }
@@ -140,10 +148,13 @@ def layer_traffic(plan: Plan, profile: Profile, operators: Iterable[Operator]) -
         routing = _routing(plan)
         if by_role[Role.EXPERTS_UP].bias:
             routing += _expert_biases(plan, profile, experts)
+        if Role.SHARED_GATE in by_role:
+            routing += _weighed(plan)
         pieces |= {"moe_act": _activation(plan, profile, _routed_tokens(plan) * experts.makes.size), "moe": routing}
     for module, role in (("shared_experts", Role.SHARED_ACTIVATION), ("mlp", Role.ACTIVATION)):
         if dense := by_role.get(role):
-            pieces[module] = _mlp(plan, profile, dense.makes.size)
+            biased = plan.model.bias or plan.model.mlp_bias
+            pieces[module] = _mlp(plan, profile, dense.makes.size, biased=biased)
     return pieces
 
 
@@ -156,13 +167,28 @@ def _norms(plan: Plan, profile: Profile, count: int = 2) -> Traffic:
     return EAGER_RMSNORM.times(count * hidden / element, count)
 
 
+def _factor(plan: Plan, profile: Profile, times: float, count: int) -> Traffic:
+    """A hidden state times a factor other than 1, so often: a kernel each way unless it is part of others."""
+    if times == 1 or profile.fused_elementwise:
+        return Traffic()
+    moved = count * 2 * _Sizes(plan).hidden_bytes
+    return Traffic(moved, count, moved, count)
+
+
+def _weighed(plan: Plan) -> Traffic:
+    """Shared experts times their gate; backward the product and a sum of each row of another."""
+    hidden = _Sizes(plan).hidden_bytes
+    return Traffic(2 * hidden, 2, 4 * hidden, 3)
+
+
 def _residuals(plan: Plan, profile: Profile) -> Traffic:
     """Two additions (bias and dropout in the same kernel); backward adds the two gradients that meet, and
     passes the dropout's mask."""
     sizes = _Sizes(plan)
+    scaled = _factor(plan, profile, plan.model.residual_multiplier, 2)
     mask = sizes.hidden_bytes / sizes.element if profile.dropout else 0.0
     dropped = (2 * sizes.hidden_bytes + mask) if profile.dropout else 0.0
-    return Traffic(
+    return scaled + Traffic(
         2 * (3 * sizes.hidden_bytes + mask), 2, 2 * (3 * sizes.hidden_bytes + dropped), 4 if profile.dropout else 2
     )
 
@@ -188,30 +214,32 @@ def _attention(plan: Plan, profile: Profile, by_role: Mapping[Role, Operator]) -
     extra = rotation.times(rotated / sizes.element) if eager else Traffic()
     passes = int(model.position == "rope" and not eager) + int(model.qk_norm)
     copied = 0.0 if profile.fused_attention else 2 * values
-    biased = queries + keys + sizes.hidden_bytes if model.bias else 0.0
+    biased = queries + keys if model.bias else 0.0
+    biased += sizes.hidden_bytes if model.bias or model.attention_output_bias else 0.0
     return extra + Traffic(
         2 * passes * rotated + copied,
         passes + int(not profile.fused_attention),
         (2 + int(model.qk_norm)) * passes * rotated + copied + 2 * (queries + keys) + biased,
-        passes + int(not profile.fused_attention) + 1 + 2 * int(model.bias),
+        passes + int(not profile.fused_attention) + 1 + (2 if model.bias else int(model.attention_output_bias)),
     )
 
 
-def _mlp(plan: Plan, profile: Profile, width: int) -> Traffic:
+def _mlp(plan: Plan, profile: Profile, width: int, *, biased: bool) -> Traffic:
     """The activation of a dense MLP, and backward the sums of its bias gradients."""
     sizes = _Sizes(plan)
     activation = _activation(plan, profile, sizes.tokens * width / plan.layout.tp)
-    if not plan.model.bias:
+    if not biased:
         return activation
-    biased = sizes.tokens * width * sizes.element / plan.layout.tp + sizes.hidden_bytes
-    return activation + Traffic(backward_bytes=biased, backward_kernels=2)
+    summed = sizes.tokens * width * sizes.element / plan.layout.tp + sizes.hidden_bytes
+    return activation + Traffic(backward_bytes=summed, backward_kernels=2)
 
 
 def _activation(plan: Plan, profile: Profile, elements: float) -> Traffic:
     """One kernel: reads the product's output (gate and up), writes the activation; backward reads all of
     them and writes as many."""
     if plan.model.gated and not profile.fused_elementwise:
-        return EAGER_GATE.times(elements)
+        limited = plan.model.gate_limit is not None
+        return EAGER_GATE.times(elements) + (EAGER_LIMITS.times(elements) if limited else Traffic())
     if plan.model.activation == "relu_squared" and not profile.fused_squared_relu:
         return EAGER_SQUARED_RELU.times(elements)
     inputs, num_bytes = 2 if plan.model.gated else 1, elements * ELEMENT_BYTES[plan.precision.dtype]
@@ -259,7 +287,8 @@ def embedding_traffic(plan: Plan, profile: Profile) -> Traffic:
     sizes = _Sizes(plan)
     hidden = sizes.tokens * plan.model.hidden_size
     mask = hidden / plan.layout.tp if profile.dropout else 0.0
-    return Traffic(4 * hidden * sizes.element + mask, 3, hidden * (sizes.element + 8) + mask, 3)
+    scaled = _factor(plan, profile, plan.model.embedding_multiplier, 1)
+    return scaled + Traffic(4 * hidden * sizes.element + mask, 3, hidden * (sizes.element + 8) + mask, 3)
 
 
 def head_traffic(plan: Plan, profile: Profile) -> Traffic:
@@ -272,6 +301,6 @@ def head_traffic(plan: Plan, profile: Profile) -> Traffic:
     sizes = _Sizes(plan)
     logits = sizes.tokens * plan.model.vocab_size / plan.layout.tp
     forward, backward, kernels = (22, 6, 4) if profile.fused_loss else (38, 14, 8)
-    return Traffic(
+    return _factor(plan, profile, plan.model.logit_multiplier, 1) + Traffic(
         2 * sizes.hidden_bytes + forward * logits, 1 + kernels, 3 * sizes.hidden_bytes + backward * logits, 3
     )

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from ...core.model.operators import Kind, Operator
 from ...core.model.roles import Role
@@ -36,9 +35,12 @@ def layer_nodes(tensors: LayerTensors, operators: tuple[Operator, ...]) -> tuple
     by_role = {operator.role: operator for operator in operators}
     middle = operators.index(by_role[Role.ATTENTION_OUTPUT]) + 1
     attention = _attention(tensors, operators[:middle])
-    if Role.MLP_NORM not in by_role:  # what the MLP says of the gradient of the norm that both take waits for attention
+    if tensors.plan.model.parallel_block:  # what the MLP says of the gradient of the norm of both waits for attention
         attention = (replace(node, transient_bytes=node.transient_bytes + tensors.hidden) for node in attention)
-    nodes = (*attention, *(_experts if Role.ROUTER in by_role else _mlp)(tensors, by_role))
+    mlp = (_experts if Role.ROUTER in by_role else _mlp)(tensors, by_role)
+    has_norms = tensors.plan.model.post_norms
+    behind = [_norm(tensors, role) for role in (Role.ATTENTION_POST_NORM, Role.MLP_POST_NORM) if has_norms]
+    nodes = (*attention, *behind[:1], *mlp, *behind[1:])
     recompute = tensors.plan.recompute
     if recompute.mode == "selective" and tensors.profile.selective_operators:
         return tuple(_operators_retained(tensors, nodes, by_role))
@@ -188,7 +190,8 @@ def _attention(tensors: LayerTensors, operators: Sequence[Operator]) -> Iterator
     hidden, e, heads = tensors.hidden, tensors.element, 0
     down = tensors.own_tokens * e * sum(each.makes.size for each in operators if _is_linear(each) and not each.axis)
     if down:
-        yield Node("attention.norm", hidden + tensors.statistics, hidden, hidden)
+        if operators[0].role is Role.ATTENTION_NORM:
+            yield Node("attention.norm", hidden + tensors.statistics, hidden, hidden)
         yield Node(
             "attention.down",
             tensors.normalised,
@@ -200,12 +203,16 @@ def _attention(tensors: LayerTensors, operators: Sequence[Operator]) -> Iterator
             weight_input_bytes=tensors.normalised,
             weight_gradient_bytes=down,
         )
-    products = [(norm, each) for norm, each in pairwise(operators) if _is_linear(each) and each.makes.axis]
+    before_each: tuple[Operator | None, ...] = (None, *operators)
+    products = [
+        (norm, each) for norm, each in zip(before_each, operators, strict=False) if _is_linear(each) and each.makes.axis
+    ]
     for norm, product in products:
         before, heads = heads, tensors.tokens * tensors.held(product.makes) * e
         # the backward of what comes later has left its gradients
         waiting = hidden + (before if product is products[-1][1] else down)
-        if down and norm.role is Role.ATTENTION_NORM:
+        is_first = norm is None or norm.role is Role.ATTENTION_NORM
+        if down and is_first:
             yield Node(product.role.value, 0, hidden, hidden, backward_bytes=hidden, weight_gradient_bytes=heads)
             continue
         yield _norm_linear(
@@ -214,8 +221,9 @@ def _attention(tensors: LayerTensors, operators: Sequence[Operator]) -> Iterator
             tensors.own_tokens * (product.takes.size + product.carries) * e,
             tensors.own_tokens * product.takes.size * tensors.operand,
             heads,
-            module="norm" if norm.role is Role.ATTENTION_NORM else "mla_up_proj",
+            module="norm" if is_first else "mla_up_proj",
             transient=waiting,
+            has_norm=norm is not None,
         )
     mixed = tensors.queries + tensors.keys + tensors.values
     if down:
@@ -286,6 +294,11 @@ def _kernel_sums(tensors: LayerTensors) -> int:
     return STATISTIC_BYTES * tensors.tokens * tensors.heads * (2 * model.head_dim + model.value_head_dim)
 
 
+def _norm(tensors: LayerTensors, role: Role) -> Node:
+    """A norm behind attention or MLP, which keeps what these make."""
+    return Node(role.value, tensors.hidden + tensors.statistics, tensors.hidden, tensors.hidden)
+
+
 def _norm_linear(
     tensors: LayerTensors,
     name: str,
@@ -295,18 +308,19 @@ def _norm_linear(
     *,
     module: str,
     transient: int,
+    has_norm: bool = True,
 ) -> Node:
     """A norm fused with the column-parallel linear layer after it: input and normalised input are kept, the
-    latter can be recomputed."""
+    latter can be recomputed. Without a norm the product's input is kept alone."""
     full = tensors.gathered * retained // tensors.hidden if tensors.hidden else 0
     return Node(
         name,
-        retained + normalised + tensors.statistics,
+        retained + normalised + tensors.statistics if has_norm else normalised,
         retained,
         transient,
         forward_bytes=full + output,
         backward_bytes=(2 * full) or retained,
-        drops=((module, normalised),),
+        drops=((module, normalised),) if has_norm else (),
         weight_input_bytes=normalised,
         weight_gradient_bytes=output,
     )
@@ -318,8 +332,12 @@ def _mlp(tensors: LayerTensors, by_role: Mapping[Role, Operator]) -> Iterator[No
     up = tensors.tokens * tensors.held(activation.takes) * tensors.element
     # a fused norm and product are one module, of which the input is kept
     module = "norm" if tensors.profile.eager else "mlp"
-    made = _norm_linear(tensors, "mlp.up", hidden, tensors.normalised, up, module=module, transient=hidden)
-    yield made if Role.MLP_NORM in by_role else replace(made, saved_bytes=0, drops=())  # attention keeps what it takes
+    has_norm = tensors.plan.model.pre_norms
+    made = _norm_linear(
+        tensors, "mlp.up", hidden, tensors.normalised, up, module=module, transient=hidden, has_norm=has_norm
+    )
+    # in a parallel block attention keeps what the MLP takes
+    yield replace(made, saved_bytes=0, drops=()) if tensors.plan.model.parallel_block else made
     yield from _activated(tensors, "mlp", activation, tensors.tokens, hidden, work=tensors.gathered, modules=("mlp",))
 
 
@@ -342,7 +360,7 @@ def _activated(
     up, out = tokens * tensors.held(activation.takes) * tensors.element, units * tensors.operand
     mask = MASK_BYTES * tensors.hidden // tensors.element if tensors.profile.dropout and name == "mlp" else 0
     eager = tensors.profile.eager and not (name == "mlp" and tensors.plan.runtime.compile)
-    gate = units * tensors.element if eager and tensors.plan.model.gated else 0
+    gate = units * tensors.element * _gate_tensors(tensors) if eager else 0
     alone = "moe_act" if name == "experts" else "mlp_act"
     drops = (*((module, up + gate) for module in modules), (alone, gate))
     yield Node(f"{name}.activation", up + gate, up, transient, forward_bytes=units * tensors.element, drops=drops)
@@ -359,6 +377,15 @@ def _activated(
     )
 
 
+def _gate_tensors(tensors: LayerTensors) -> int:
+    """Tensors as large as the units that eager operations keep of a gated activation besides its input: the activated
+    gate; with limits both sides as they are clamped; of a gelu by a sigmoid what that takes and gives."""
+    model = tensors.plan.model
+    if not model.gated:
+        return 0
+    return 1 + 2 * (model.gate_limit is not None) + 2 * (model.activation == "quick_geglu")
+
+
 def _experts(tensors: LayerTensors, by_role: Mapping[Role, Operator]) -> Iterator[Node]:
     """Norm, router, permutation and all-to-all, shared expert, experts, and the way back.
 
@@ -373,10 +400,10 @@ def _experts(tensors: LayerTensors, by_role: Mapping[Role, Operator]) -> Iterato
     sent = permuted // plan.layout.expert_tp
     tables = tensors.own_tokens * model.num_experts * (2 * STATISTIC_BYTES + 3 * MASK_BYTES + e)
     row_map = tensors.own_tokens * (2 * model.num_experts + 1) * 4
-    normalised = tensors.normalised if Role.MLP_NORM in by_role else 0  # else attention keeps what it takes
-    if normalised:
+    normalised = 0 if model.parallel_block else tensors.normalised  # attention keeps what both take
+    if has_norm := Role.MLP_NORM in by_role:
         yield Node("experts.norm", hidden + tensors.statistics, hidden, hidden)
-    drops = (("moe", tables), ("norm", normalised))
+    drops = (("moe", tables), ("norm", normalised if has_norm else 0))
     yield Node("experts.router", normalised + tables, hidden, 2 * hidden, drops=drops)
     yield Node("experts.permute", row_map, hidden, 2 * hidden, forward_bytes=sent, drops=(("moe", row_map),))
     exchange = 2 * sent if plan.layout.ep > 1 else 0
@@ -394,6 +421,9 @@ def _experts(tensors: LayerTensors, by_role: Mapping[Role, Operator]) -> Iterato
         )
         work, modules = tensors.gathered, ("moe", "shared_experts")
         yield from _activated(tensors, "shared", shared, tensors.tokens, hidden + permuted, work=work, modules=modules)
+        if model.shared_expert_gate:  # of what it weighs, and of each token one number
+            weighed = hidden + tensors.own_tokens * e
+            yield Node("shared.gate", weighed, hidden, hidden, drops=(("moe", weighed),))
     yield Node("experts.sort", 0, permuted, hidden, forward_bytes=sent + permuted)
     activation = by_role[Role.EXPERTS_ACTIVATION]
     up = routed * tensors.held(activation.takes) * e

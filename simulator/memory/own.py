@@ -47,7 +47,7 @@ def _own(node: Node, tensors: LayerTensors) -> Node:
     if node.name == "embedding.tokens":
         inputs, gradients = node.saved_bytes, hidden
         weight = _lookup_bytes(tensors)
-    elif (node.name in NORM_BEFORE and node.saved_bytes) or node.name == "head.norm":
+    elif _has_norm(node, tensors):
         inputs, gradients = inputs + hidden, gradients + hidden
     return replace(
         node,
@@ -56,6 +56,13 @@ def _own(node: Node, tensors: LayerTensors) -> Node:
         weight_input_bytes=inputs,
         weight_gradient_bytes=gradients,
     )
+
+
+def _has_norm(node: Node, tensors: LayerTensors) -> bool:
+    """Whether W of a node needs what the gradient of a norm's weights is made of."""
+    if node.name in NORM_BEFORE:
+        return node.saved_bytes > 0 and tensors.plan.model.pre_norms
+    return node.name == "head.norm" or node.name.endswith(".post_norm")
 
 
 def _product_bytes(takes: int, makes: int, tensors: LayerTensors) -> int:

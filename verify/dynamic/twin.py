@@ -61,7 +61,9 @@ SHRUNK_MODEL_FIELDS = (
     "experts_per_token",
     "expert_ffn_hidden_size",
     "num_shared_experts",
+    "shared_expert_ffn_hidden_size",
     "first_dense_layers",
+    "expert_layer_step",
     "num_router_groups",
     "router_groups_per_token",
     "num_mtp_layers",
@@ -416,13 +418,15 @@ def _small_latent(model: ModelSpec) -> dict[str, Any]:
 def _small_experts(model: ModelSpec, num_layers: int, layout: Layout) -> dict[str, Any]:
     """A few narrow experts, in two groups where there were groups; dense layers, grouped choice
     and shared experts stay."""
-    grouped = model.num_router_groups > 0
+    grouped, width = model.num_router_groups > 0, HEAD_DIM * math.lcm(layout.tp, layout.expert_tp)
     return {
         "num_experts": layout.ep * (4 if layout.ep <= 2 else 2),
         "experts_per_token": min(model.experts_per_token, 2),
-        "expert_ffn_hidden_size": HEAD_DIM * math.lcm(layout.tp, layout.expert_tp),
+        "expert_ffn_hidden_size": width,
+        "shared_expert_ffn_hidden_size": None if model.shared_expert_ffn_hidden_size is None else 2 * width,
         "num_shared_experts": min(model.num_shared_experts, 1),
         "first_dense_layers": min(model.first_dense_layers, 1, num_layers - 1),
+        "expert_layer_step": min(model.expert_layer_step, 2),
         "num_router_groups": 2 if grouped else 0,
         "router_groups_per_token": 1 if grouped else 0,
     }

@@ -57,6 +57,10 @@ LATENT: Mapping[str, Any] = {
 }
 MIXTURE: Mapping[str, Any] = {"experts_per_token": 2, "first_dense_layers": 1}
 GROUPS: Mapping[str, Any] = {"num_router_groups": 2, "router_groups_per_token": 1}
+FACTORS: Mapping[str, Any] = {"embedding_multiplier": 5.5, "residual_multiplier": 0.3, "logit_multiplier": 0.25}
+NORMS: Mapping[str, Any] = {"post_norms": True, "norm_offset": 1.0}
+LIMITED: Mapping[str, Any] = {"activation": "quick_geglu", "gate_limit": 0.0625, "gate_offset": 1.0, "mlp_bias": True}
+SHARED: Mapping[str, Any] = {"num_shared_experts": 1, "shared_expert_gate": True, "expert_layer_step": 2}
 DEEPSEEK: Mapping[str, Any] = {
     "router_scores": "sigmoid",
     "router_group_scores": "top_two",
@@ -98,6 +102,7 @@ class Problem:
             ("mtp", "yes" if self.model.get("num_mtp_layers") else "no"),
             ("qk_norm", "yes" if self.model.get("qk_norm") else "no"),
             ("block", "parallel" if self.model.get("parallel_block") else "in turn"),
+            ("norms", "behind too" if self.model.get("post_norms") else "before"),
             ("capacity", "yes" if self.model.get("expert_capacity_factor") else "no"),
             ("router_loss", "yes" if self.train.get("router_aux_loss") else "no"),
             ("dtype", self.dtype),
@@ -136,7 +141,8 @@ class Problem:
         """As many experts as ep divides, and of a width that tp divides."""
         number = next((number for number in EXPERTS if number % ep == 0), EXPERTS[0])
         width = next((width for width in EXPERT_WIDTHS if width % tp == 0), EXPERT_WIDTHS[0])
-        return {"num_experts": number, "expert_ffn_hidden_size": width}
+        shared = {"shared_expert_ffn_hidden_size": 2 * width} if self.model.get("shared_expert_gate") else {}
+        return {"num_experts": number, "expert_ffn_hidden_size": width, **shared}
 
     def plan(self, layout: Layout, tokens: Tokens, batch: Batch, **choices: Any) -> Plan:
         """The plan of a layout; `choices` are further sections of a plan. Raises `PlanError` with
@@ -189,20 +195,25 @@ PROBLEMS: Mapping[str, Problem] = {
         Problem("gpt-bf16", "mha", {**BIASED, "tied_embeddings": True, "padding_rows": 3}, dtype="bf16", dropout=0.1),
         Problem("llama", "gqa", train={"z_loss": 1e-3}),
         Problem("llama-packed", "gqa", train={"packed": True}),
-        Problem("llama-bf16", "gqa", {"activation": "geglu"}, dtype="bf16"),
+        Problem("llama-bf16", "gqa", {"activation": "geglu_tanh", **FACTORS, **NORMS}, dtype="bf16"),
         Problem("llama-tied", "gqa", {"tied_embeddings": True, "activation": "relu_squared"}, dropout=0.1),
         Problem(
             "gqa-layernorm",
             "gqa",
-            {"norm": "layernorm", "activation": "gelu", "parallel_block": True},
+            {"norm": "layernorm", "norm_bias": False, "activation": "gelu", "parallel_block": True},
             dtype="bf16",
             dropout=0.1,
         ),
         Problem("qwen2", "gqa", {"qkv_bias": True, "tied_embeddings": True}, dtype="bf16"),
         Problem("qwen3", "gqa", {"qk_norm": True}),
         Problem("mla", "mla", {**LATENT, "q_lora_rank": 8, "tied_embeddings": True}, dropout=0.1),
-        Problem("mla-bf16", "mla", {**LATENT, "norm": "layernorm"}, dtype="bf16"),
-        Problem("mixtral", "gqa", MIXTURE, train={"router_aux_loss": 0.01}),
+        Problem(
+            "mla-bf16",
+            "mla",
+            {**LATENT, "norm": "layernorm", "pre_norms": False, "post_norms": True, "attention_output_bias": True},
+            dtype="bf16",
+        ),
+        Problem("mixtral", "gqa", {**MIXTURE, **LIMITED, "router_bias": True}, train={"router_aux_loss": 0.01}),
         Problem(
             "gpt-experts",
             "mha",
@@ -221,7 +232,7 @@ PROBLEMS: Mapping[str, Problem] = {
         Problem(
             "mla-experts",
             "mla",
-            {**LATENT, **MIXTURE, **GROUPS, **DEEPSEEK, "q_lora_rank": 8, "num_shared_experts": 1},
+            {**LATENT, **MIXTURE, **GROUPS, **DEEPSEEK, **SHARED, "q_lora_rank": 8},
             dtype="bf16",
         ),
         Problem(

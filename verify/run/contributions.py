@@ -290,12 +290,12 @@ def _through_norm(norm: Norm, x: np.ndarray) -> Callable[[np.ndarray], np.ndarra
     """The backward of a norm at its input x [tokens, h], as a function of the gradient of its result."""
     import torch
 
-    weight = norm.weight.operand.double()
+    weight = norm.weight.operand.double() + norm.context.model.norm_offset
 
     def backward(dy: np.ndarray) -> np.ndarray:
         with torch.enable_grad():
             own = torch.from_numpy(x).double().requires_grad_()
-            centred = own if norm.bias is None else own - own.mean(-1, keepdim=True)
+            centred = own - own.mean(-1, keepdim=True) if norm.is_centred else own
             normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + norm.eps) * weight
         return torch.autograd.grad(normed, own, torch.from_numpy(dy))[0].numpy()
 

@@ -27,6 +27,7 @@ from .formulas import (
     gelu_tanh,
     library,
     log_sum,
+    rounded,
     router_scores,
     same_kind,
     sigmoid,
@@ -58,6 +59,8 @@ class Decoder:
         self.plan, self.model, self.inputs, self.weight = plan, plan.model, inputs, weight
         places = np.arange(len(inputs.tokens))
         self.positions = places if inputs.documents is None else places - inputs.documents
+        given = self.model.gate_limit  # in the format of what it limits: many of these are just there
+        self.gate_limit = None if given is None else rounded(np.array([given]), plan.precision.dtype).item()
 
     def shown(self, name: str, x: Array) -> Array:
         """What the rest is made from in the place of an activation."""
@@ -89,35 +92,51 @@ class Decoder:
         return [losses_S, *self._ahead(normed_SH)]
 
     def layer(self, layer: int, x_SH: Array) -> Array:
-        """A pre-norm layer from what goes into it; in a parallel block the MLP takes what attention takes."""
-        prefix = layer_prefix(layer)
-        attention = self._latent_attention if self.model.is_mla else self._attention
-        normed_SH = self.shown(f"{prefix}.attention.norm", self.norm(f"{prefix}.attention.norm", x_SH))
-        attended_SH = self.shown(f"{prefix}.attention", attention(f"{prefix}.attention", normed_SH))
-        x_SH = self.stored(x_SH + self._dropped(f"{prefix}.attention", attended_SH))
-        if not self.model.parallel_block:
-            normed_SH = self.shown(f"{prefix}.mlp.norm", self.norm(f"{prefix}.mlp.norm", x_SH))
-        y_SH = self.shown(f"{prefix}.mlp", self._mlp(f"{prefix}.mlp", normed_SH, layer))
-        return self.shown(f"{prefix}.output", x_SH + self._dropped(f"{prefix}.mlp", y_SH))
+        """A layer from what goes into it; in a parallel block the MLP takes what attention takes. With `post_norms`
+        both halves' results are normed before they are added (Gemma 2, arXiv 2408.00118, section 2), without
+        `pre_norms` only these are (OLMo 2, arXiv 2501.00656, section 3.2)."""
+        prefix, model = layer_prefix(layer), self.model
+        attention = self._latent_attention if model.is_mla else self._attention
+        taken_SH = self._normed(f"{prefix}.attention.norm", x_SH) if model.pre_norms else x_SH
+        attended_SH = self.shown(f"{prefix}.attention", attention(f"{prefix}.attention", taken_SH))
+        x_SH = self.stored(self._added(x_SH, f"{prefix}.attention", attended_SH))
+        if not model.parallel_block:
+            taken_SH = self._normed(f"{prefix}.mlp.norm", x_SH) if model.pre_norms else x_SH
+        y_SH = self.shown(f"{prefix}.mlp", self._mlp(f"{prefix}.mlp", taken_SH, layer))
+        return self.shown(f"{prefix}.output", self._added(x_SH, f"{prefix}.mlp", y_SH))
+
+    def _added(self, x_SH: Array, half: str, y_SH: Array) -> Array:
+        """The residual stream with what a half of a layer makes, times the model's factor."""
+        if self.model.post_norms:
+            y_SH = self._normed(f"{half}.post_norm", y_SH)
+        return x_SH + self.stored(self._dropped(half, y_SH) * self.model.residual_multiplier)
+
+    def _normed(self, name: str, x_SH: Array) -> Array:
+        return self.shown(name, self.norm(name, x_SH))
 
     def norm(self, name: str, x: Array) -> Array:
         """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dimension."""
-        layernorm = self.model.norm == "layernorm"
+        model, layernorm = self.model, self.model.norm == "layernorm"
         centred = x - x.mean(-1, keepdims=True) if layernorm else x
-        normed = centred / library(x).sqrt((centred * centred).mean(-1, keepdims=True) + self.model.norm_eps)
-        return self.stored(normed * self.weight(f"{name}.weight") + (self.weight(f"{name}.bias") if layernorm else 0.0))
+        normed = centred / library(x).sqrt((centred * centred).mean(-1, keepdims=True) + model.norm_eps)
+        bias = self.weight(f"{name}.bias") if layernorm and model.norm_bias else 0.0
+        return self.stored(normed * (self.weight(f"{name}.weight") + model.norm_offset) + bias)
 
     def _linear(self, name: str, x: Array, *, bias: bool | None = None) -> Array:
         held = self.model.bias if bias is None else bias
         return self.stored(x @ self.weight(f"{name}.weight").T + (self.weight(f"{name}.bias") if held else 0.0))
 
     def _embedded(self) -> Array:
-        x_SH = self.weight(TOKEN_TABLE)[self.inputs.tokens]
+        x_SH = self._looked_up(self.inputs.tokens)
         return (
             x_SH + self.weight("embedding.positions.weight")[self.positions]
             if self.model.position == "learned"
             else x_SH
         )
+
+    def _looked_up(self, ids: np.ndarray) -> Array:
+        """Rows of the token table as they enter the model."""
+        return self.stored(self.weight(TOKEN_TABLE)[ids] * self.model.embedding_multiplier)
 
     def _attention(self, prefix: str, x_SH: Array) -> Array:
         """Vaswani et al. 2017, section 3.2; query heads share keys and values in groups (Ainslie et al. 2023, arXiv
@@ -132,7 +151,8 @@ class Decoder:
             q, k = self._turned(q), self._turned(k)
         k, v = (library(x_SH).broadcast_to(part, q.shape) for part in (k, v))
         q, k, v = (part.reshape(len(x_SH), model.num_heads, model.head_dim) for part in (q, k, v))
-        return self._linear(f"{prefix}.output", self._attended(prefix, q, k, v))
+        biased = model.bias or model.attention_output_bias
+        return self._linear(f"{prefix}.output", self._attended(prefix, q, k, v), bias=biased)
 
     def _latent_attention(self, prefix: str, x_SH: Array) -> Array:
         """DeepSeek-V2, arXiv 2405.04434, equations 37-47."""
@@ -150,7 +170,8 @@ class Decoder:
         shared = self._turned(down[:, None, model.kv_lora_rank :])
         turned = library(x_SH).broadcast_to(shared, (*q_SND.shape[:2], model.qk_rope_head_dim))
         k_SND = joined([pairs[..., :plain], turned], -1)
-        return self._linear(f"{prefix}.output", self._attended(prefix, q_SND, k_SND, pairs[..., plain:]))
+        biased = model.bias or model.attention_output_bias
+        return self._linear(f"{prefix}.output", self._attended(prefix, q_SND, k_SND, pairs[..., plain:]), bias=biased)
 
     def _turned(self, x: Array) -> Array:
         """[S, ..., D] with the pairs (i, i + D/2) turned by their positions (Su et al. 2021, arXiv 2104.09864, equation
@@ -206,11 +227,16 @@ class Decoder:
 
     def _mlp(self, prefix: str, x_SH: Array, layer: int) -> Array:
         if not self.model.layer_is_moe(layer):
-            return self._linear(f"{prefix}.down", self.activated(self._linear(f"{prefix}.up", x_SH)))
-        logits_SE = self.shown(
-            f"{prefix}.router", self.single(self._jittered(prefix, x_SH) @ self.weight(f"{prefix}.router.weight").T)
-        )
-        return self._experts(prefix, x_SH, logits_SE, layer)
+            return self._dense(prefix, x_SH)
+        bias = self.weight(f"{prefix}.router.bias") if self.model.router_bias else 0.0
+        logits_SE = self._jittered(prefix, x_SH) @ self.weight(f"{prefix}.router.weight").T + bias
+        return self._experts(prefix, x_SH, self.shown(f"{prefix}.router", self.single(logits_SE)), layer)
+
+    def _dense(self, prefix: str, x_SH: Array) -> Array:
+        """An MLP."""
+        biased = self.model.bias or self.model.mlp_bias
+        units = self.activated(self._linear(f"{prefix}.up", x_SH, bias=biased))
+        return self._linear(f"{prefix}.down", units, bias=biased)
 
     def _jittered(self, prefix: str, x_SH: Array) -> Array:
         """A router's input, every element times 1 - jitter to 1 + jitter (Fedus et al. 2022, Switch Transformers,
@@ -230,19 +256,23 @@ class Decoder:
         y_SH = library(x_SH).zeros_like(x_SH)
         for expert, (rows, results) in enumerate(self.results(prefix, x_SH, routed_SE)):
             y_SH[rows] += weights_SE[rows, expert, None] * results
-        if self.model.num_shared_experts:
-            y_SH = y_SH + self._linear(
-                f"{prefix}.shared.down", self.activated(self._linear(f"{prefix}.shared.up", x_SH))
-            )
-        return y_SH
+        return y_SH + self._shared(f"{prefix}.shared", x_SH) if self.model.num_shared_experts else y_SH
+
+    def _shared(self, prefix: str, x_SH: Array) -> Array:
+        """The shared experts, weighed by a sigmoid of each token where the model has that (transformers'
+        `Qwen2MoeSparseMoeBlock`)."""
+        y_SH = self._dense(prefix, x_SH)
+        if not self.model.shared_expert_gate:
+            return y_SH
+        return self.stored(self.stored(sigmoid(self._linear(f"{prefix}.gate", x_SH, bias=False))) * y_SH)
 
     def results(self, prefix: str, x_SH: Array, routed_SE: np.ndarray) -> Iterator[tuple[Array, Array]]:
         """For every expert the tokens that it works on, [S], and what it makes of them."""
         experts, num_experts = f"{prefix}.experts", self.model.num_experts
+        biased = self.model.bias or self.model.mlp_bias
         up, down = (list(self.weight(f"{experts}.{part}.weight")) for part in ("up", "down"))
         biases = [
-            list(self.weight(f"{experts}.{part}.bias")) if self.model.bias else [0.0] * num_experts
-            for part in ("up", "down")
+            list(self.weight(f"{experts}.{part}.bias")) if biased else [0.0] * num_experts for part in ("up", "down")
         ]
         for expert in range(num_experts):
             rows = same_kind(x_SH, np.flatnonzero(routed_SE[:, expert]))
@@ -251,13 +281,20 @@ class Decoder:
 
     def activated(self, x: Array) -> Array:
         """The activation; where it is gated every gate stands before the unit that it multiplies (Shazeer 2020, arXiv
-        2002.05202)."""
+        2002.05202). gpt-oss limits both and adds 1 to the unit (transformers' `GptOssExperts._apply_gate`)."""
         gates, units = x[..., ::2], x[..., 1::2]
+        if (limit := self.gate_limit) is not None:
+            gates, units = library(x).clip(gates, None, limit), library(x).clip(units, -limit, limit)
+        units = units + self.model.gate_offset
         match self.model.activation:
             case "swiglu":
                 y = gates * sigmoid(gates) * units
             case "geglu":
                 y = gelu(gates) * units
+            case "geglu_tanh":
+                y = gelu_tanh(gates) * units
+            case "quick_geglu":
+                y = gates * sigmoid(1.702 * gates) * units
             case "gelu":
                 y = gelu(x)
             case "gelu_tanh":
@@ -269,6 +306,7 @@ class Decoder:
     def logits(self, normed_SH: Array) -> Array:
         """[S, V]: scores of the ids of the vocabulary."""
         table = self.weight(TOKEN_TABLE if self.model.tied_embeddings else "head.output.weight")
+        normed_SH = self.stored(normed_SH * self.model.logit_multiplier)
         return (normed_SH @ table.T)[:, : self.model.vocab_size - self.model.padding_rows]
 
     def _losses(self, normed_SH: Array, targets_S: np.ndarray) -> Array:
@@ -290,7 +328,7 @@ class Decoder:
         for depth in range(self.model.num_mtp_layers):
             prefix = mtp_prefix(depth)
             ids = inputs.targets if depth == 0 else later[:, depth - 1]
-            embedded = self._dropped(f"{prefix}.embedding", self.weight(TOKEN_TABLE)[np.maximum(ids, 0)])
+            embedded = self._dropped(f"{prefix}.embedding", self._looked_up(np.maximum(ids, 0)))
             joined = self.norm(f"{prefix}.embedding_norm", embedded), self.norm(f"{prefix}.hidden_norm", normed_SH)
             x_SH = self.shown(
                 f"{prefix}.projection",

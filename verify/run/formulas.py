@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.model.model import ModelSpec
+from ..ledger.relations import in_bf16
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -35,6 +36,11 @@ def library(x: Array) -> ModuleType:
 def same_kind(x: Array, values: np.ndarray) -> Array:
     """Values as an array of the library that `x` is of, on its device."""
     return values if isinstance(x, np.ndarray) else library(x).as_tensor(values, device=x.device)
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """fp64 values, as they are after rounding to a format."""
+    return in_bf16(x) if dtype == "bf16" else x.astype(np.float16 if dtype == "fp16" else np.float32).astype(np.float64)
 
 
 def router_scores(logits_SE: Array, model: ModelSpec) -> Array:

@@ -20,9 +20,8 @@ from ...core.model.blocks import layer_prefix, mtp_prefix
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import expert_bias_name
 from ...core.plan.plan import Plan
-from ..ledger.relations import in_bf16
 from .decoder import Decoder, Inputs
-from .formulas import chosen_experts, expert_loads, expert_weights, router_losses, router_scores
+from .formulas import chosen_experts, expert_loads, expert_weights, rounded, router_losses, router_scores
 
 DIFFERENCE = 1e-5
 """What logits are moved by for a gradient; the error is its square."""
@@ -80,7 +79,8 @@ def activation_names(plan: Plan) -> list[str]:
     model, names = plan.model, ["embedding.output"]
     ahead = [model.num_layers + depth for depth in range(model.num_mtp_layers)]
     for layer in (*layers_checked(plan), *ahead):
-        parts = ("attention.norm", "attention", "mlp.norm", "mlp.router", "mlp", "output")  # those that there are
+        before, behind = ("attention.norm", "attention", "attention.post_norm"), ("mlp", "mlp.post_norm", "output")
+        parts = (*before, "mlp.norm", "mlp.router", *behind)  # those that there are
         names += [f"{layer_prefix(layer)}.{part}" for part in parts]
     names += [f"{layer_prefix(model.num_layers - 1)}.output", "head.losses"]
     names += [f"{mtp_prefix(depth)}.{part}" for depth in range(len(ahead)) for part in ("projection", "losses")]
@@ -205,9 +205,4 @@ def _mlp_input(model: ModelSpec, layer: int) -> str:
 
 def as_multiplied(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     """A parameter as products take it: rounded to their format, but for what routers work with."""
-    return values if name.endswith((".router.weight", ".expert_bias")) else rounded(values, dtype)
-
-
-def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """fp64 values, as they are after rounding to a format."""
-    return in_bf16(x) if dtype == "bf16" else x.astype(np.float16 if dtype == "fp16" else np.float32).astype(np.float64)
+    return values if ".router." in name else rounded(values, dtype)

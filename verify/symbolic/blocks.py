@@ -80,7 +80,8 @@ def run_block(
 
 
 class _TransformerLayer:
-    """Pre-norm attention and pre-norm MLP, each added to its input; in a parallel block with one norm for both."""
+    """Attention and MLP, each added to its input, between the norms that the model has; in a parallel block with one
+    norm for both."""
 
     def __init__(self, ranks: Ranks, layer: int, works: Works):
         self.ranks = ranks
@@ -134,25 +135,51 @@ class _TransformerLayer:
         return names[what](name)
 
     def _forward(self, x: list[Part], phase: Phase) -> dict[str, list[Part]]:
-        saved = {"attention.norm": normed(self._norm("attention"), x)}
-        saved["middle"] = residual(x, self.attention.forward(saved["attention.norm"], phase))
-        saved["mlp.norm"] = saved["attention.norm"] if self.parallel else normed(self._norm("mlp"), saved["middle"])
-        saved["output"] = residual(saved["middle"], self.mlp.forward(saved["mlp.norm"], phase))
+        saved = {"attention.norm": self._normed("attention.norm", x)}
+        saved["attention"] = self.attention.forward(saved["attention.norm"], phase)
+        saved["middle"] = self._added(x, "attention", saved["attention"])
+        saved["mlp.norm"] = saved["attention.norm"] if self.parallel else self._normed("mlp.norm", saved["middle"])
+        saved["mlp"] = self.mlp.forward(saved["mlp.norm"], phase)
+        saved["output"] = self._added(saved["middle"], "mlp", saved["mlp"])
         return saved
 
     def _backward(self, x: list[Part], saved: dict[str, list[Part]], dy: list[Part]) -> Gradients:
-        dmlp = self.mlp.backward(dy)
-        gradients = dict(self.mlp.gradients)
+        gradients: Gradients = {}
+        dnorm = self.mlp.backward(self._normed_back("mlp.post_norm", self._multiplied(dy), saved["mlp"], gradients))
+        gradients.update(self.mlp.gradients)
         if self.parallel:
-            dnorm = residual(dmlp, self.attention.backward(dy))
+            dnorm = residual(dnorm, self.attention.backward(self._multiplied(dy)))
         else:
-            gradients.update(norm_gradients(self.ranks, self._norm("mlp"), dmlp, saved["middle"]))
-            dnorm = self.attention.backward(residual(dy, mapped("norm gradient", dmlp, saved["middle"])))
+            dy = residual(dy, self._normed_back("mlp.norm", dnorm, saved["middle"], gradients))
+            dattended = self._multiplied(dy)
+            dnorm = self.attention.backward(
+                self._normed_back("attention.post_norm", dattended, saved["attention"], gradients)
+            )
         gradients.update(self.attention.gradients)
-        gradients.update(norm_gradients(self.ranks, self._norm("attention"), dnorm, x))
+        self._normed_back("attention.norm", dnorm, x, gradients)
         return gradients
 
-    def _norm(self, half: str) -> list[Parameter]:
-        return [
-            self.parameters[name] for name in (f"{half}.norm.weight", f"{half}.norm.bias") if name in self.parameters
-        ]
+    def _added(self, x: list[Part], half: str, y: list[Part]) -> list[Part]:
+        """The residual stream with what a half of the layer makes."""
+        return residual(x, self._multiplied(self._normed(f"{half}.post_norm", y)))
+
+    def _multiplied(self, y: list[Part]) -> list[Part]:
+        """Times the model's factor: what is added to the residual stream, or its gradient."""
+        return mapped("residual factor", y) if self.ranks.plan.model.residual_multiplier != 1 else y
+
+    def _normed(self, name: str, x: list[Part]) -> list[Part]:
+        """Through a norm, where the layer has it."""
+        parameters = self._norm(name)
+        return normed(parameters, x) if parameters else x
+
+    def _normed_back(self, name: str, dy: list[Part], x: list[Part], gradients: Gradients) -> list[Part]:
+        """The gradient of what went into a norm that the layer may have; those of its weights go to `gradients`."""
+        parameters = self._norm(name)
+        if not parameters:
+            return dy
+        gradients.update(norm_gradients(self.ranks, parameters, dy, x))
+        return mapped("norm gradient", dy, x)
+
+    def _norm(self, name: str) -> list[Parameter]:
+        found = (self.parameters.get(f"{name}.{part}") for part in ("weight", "bias"))
+        return [each for each in found if each is not None]

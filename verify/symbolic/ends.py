@@ -124,10 +124,14 @@ def _predicted(
     forward, back, weight = (named(prefix, works, what) for what in ("forward", "input_gradient", "weight_gradient"))
     output, x = Linear(ranks, f"{prefix}output", usage, None), ranks.hidden(symbol("hidden"))
     hidden = normed(norm, x)
+    if ranks.plan.model.logit_multiplier != 1:
+        hidden = mapped("logit factor", hidden)
     logits = output.forward(forward("output"), hidden)
     sums = _loss(ranks, f"{prefix}loss", forward("loss"), logits)
     dlogits = [replace(part, value=apply("loss gradient", part.value, *sums)) for part in logits]
     dnormed, gradients = output.backward(back("output"), weight("output"), dlogits, hidden)
+    if ranks.plan.model.logit_multiplier != 1:
+        dnormed = mapped("logit factor", dnormed)
     if ahead:
         dnormed = residual(dnormed, ranks.hidden(symbol("gradient from ahead")))
     return {key: gradients[usage.key], **norm_gradients(ranks, norm, dnormed, x)}

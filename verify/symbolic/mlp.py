@@ -8,11 +8,10 @@ finished sums over an expert's width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ...core.layout.stage_parameters import Usage
 from ...core.model.parameters import Parameter
 from ...core.program import Collective, Operation, Operations, Product
 from ...core.program.expert_tokens import routed_tokens
@@ -22,6 +21,7 @@ from .parts import LayerHalf, OperationsOf, WholeLinear, mapped
 from .tensors import MisfitError, Part, collective
 
 _NOTHING = symbol("nothing")
+_GATE = "mlp.shared.gate"
 
 
 class DenseMlp(LayerHalf):
@@ -95,7 +95,10 @@ class SparseMlp(LayerHalf):
         self.axes = {"ep": self.layout.ep, "etp": self.layout.expert_tp}
         self.routed = routed_tokens(ranks.plan)
         self.cuts = [self.routed.own(tp_rank) for tp_rank in range(ranks.tp)]
-        self.router = WholeLinear(ranks, f"{prefix}mlp.router", Usage(parameters["mlp.router.weight"]), None)
+        self.router = WholeLinear(ranks, f"{prefix}mlp.router", *self._usages("mlp.router"))
+        self.gate: WholeLinear | None = None
+        if self.model.shared_expert_gate:
+            self.gate = WholeLinear(ranks, f"{prefix}{_GATE}", *self._usages(_GATE))
         self.shared: DenseMlp | None = None
         if self.model.num_shared_experts:
             self.shared = DenseMlp(ranks, prefix, parameters, operations, name="mlp.shared", module="shared_experts")
@@ -104,7 +107,8 @@ class SparseMlp(LayerHalf):
     @property
     def layers(self) -> tuple[str, ...]:
         own = ("router", "dispatch", "experts.up", "experts.down", "combine")
-        return (*(f"mlp.{name}" for name in own), *(self.shared.layers if self.shared else ()))
+        gate = (_GATE,) if self.gate else ()
+        return (*(f"mlp.{name}" for name in own), *(self.shared.layers if self.shared else ()), *gate)
 
     def forward(self, x: list[Part], phase: Phase) -> list[Part]:
         saved = self.saved = {"x": x, "routing": mapped("routing", self._scores(x, phase))}
@@ -122,7 +126,30 @@ class SparseMlp(LayerHalf):
         saved["results"] = self._biased(rows.parts, "mlp.experts.down")
         y = self._gathered(gather, mapped("combine", saved["results"], self._own(saved["routing"])))
         y = self.ranks.settle(phase, f"{self.prefix}mlp.combine tokens", y, x)
-        return y if self.shared is None else mapped("residual", y, self.shared.forward(x, phase))
+        return y if self.shared is None else mapped("residual", y, self._shared(x, phase))
+
+    def _shared(self, x: list[Part], phase: Phase) -> list[Part]:
+        """What the shared experts make, weighed by their gate."""
+        assert self.shared is not None
+        y = self.shared.forward(x, phase)
+        if self.gate is None:
+            return y
+        self.saved["shared"], self.saved["gate"] = y, self.gate.forward(self._operations(_GATE, phase), x, phase)
+        return mapped("gated", y, self.saved["gate"])
+
+    def _shared_back(self, dy: list[Part]) -> Iterator[list[Part]]:
+        """The gradients of what the shared experts take, and their gate."""
+        assert self.shared is not None
+        if self.gate is None:
+            yield self.shared.backward(dy)
+        else:
+            yield self.shared.backward(mapped("gated", dy, self.saved["gate"]))
+            operations = self.operations(_GATE, "input_gradient"), self.operations(_GATE, "weight_gradient")
+            dgate = mapped("gate gradient", dy, self.saved["shared"], self.saved["gate"])
+            dx, own = self.gate.backward(*operations, dgate, self.saved["x"])
+            self.gradients.update(own)
+            yield dx
+        self.gradients.update(self.shared.gradients)
 
     def repeat(self, modules: Collection[str]) -> None:
         if "moe" in modules:
@@ -158,8 +185,7 @@ class SparseMlp(LayerHalf):
         self.gradients.update(own)
         uses = [drouted, dx]
         if self.shared is not None:
-            uses.append(self.shared.backward(dy))
-            self.gradients.update(self.shared.gradients)
+            uses += self._shared_back(dy)
         return mapped("uses", *uses)
 
     def _scores(self, x: list[Part], phase: Phase) -> list[Part]:
@@ -167,7 +193,7 @@ class SparseMlp(LayerHalf):
         hold others of that sequence then exchange theirs: those of tensor parallelism first, then those
         of context parallelism."""
         operations = [_until_product(own) for own in self._operations("mlp.router", phase)]
-        scores = self.router.forward([product for product, _ in operations], x, phase)
+        scores = self.router.product([product for product, _ in operations], x, phase)
         axes = (self.ranks.tp > 1 and self.layout.sequence_parallel) + (self.layout.cp > 1)
         compared = bool(self.ranks.plan.train.router_aux_loss) + (self.model.expert_capacity_factor is not None)
         needed = axes * compared
@@ -181,7 +207,7 @@ class SparseMlp(LayerHalf):
             _, whole = self.ranks.walk([own[first : first + axes] for own in later], scores, [])
             wanted = [Part(_NOTHING, (0, self.ranks.keys)) for _ in scores]
             self.ranks.settle(phase, f"{self.prefix}mlp.router", whole, wanted)
-        return scores
+        return self.router.biased(scores)
 
     def _own(self, x: list[Part]) -> list[Part]:
         """Of hidden states the tokens that a rank sends."""

@@ -67,15 +67,20 @@ class WholeLinear:
 
     def forward(self, operations: Sequence[Operations], x: list[Part], phase: Phase = "forward") -> list[Part]:
         """The layer's output, and its bias where it has one."""
+        return self.biased(self.product(operations, x, phase))
+
+    def product(self, operations: Sequence[Operations], x: list[Part], phase: Phase) -> list[Part]:
+        """The output without the bias."""
         _, y = self.ranks.walk(
             operations, x, [lambda _, part, product: self._multiplied("linear", part, product, self.shape)]
         )
-        y = self.ranks.settle(phase, self.name, y, self.ranks.hidden(symbol("nothing")))
-        return (
-            y
-            if self.bias is None
-            else [replace(part, value=apply("bias", part.value, self.bias.parameter.name)) for part in y]
-        )
+        return self.ranks.settle(phase, self.name, y, self.ranks.hidden(symbol("nothing")))
+
+    def biased(self, y: list[Part]) -> list[Part]:
+        """With the bias, where the layer has one."""
+        if self.bias is None:
+            return y
+        return [replace(part, value=apply("bias", part.value, self.bias.parameter.name)) for part in y]
 
     def backward(
         self, operations: Sequence[Operations], weight_operations: Sequence[Operations], dy: list[Part], x: list[Part]

@@ -47,6 +47,7 @@ SHARED = {
     "norm_eps": 1e-6,
 }
 YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 16}
+FACTORS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logit_multiplier": 1 / 3}
 PARALLEL = {"activation": "gelu", "norm": "layernorm", "parallel_block": True, "tied_embeddings": True}
 MODELS = {
     "gpt2": ModelSpec(
@@ -85,6 +86,44 @@ MODELS = {
         **YARN,
         rope_mscale=0.8,
         rope_mscale_all_dim=1.0,
+    ),
+    "llama of biased attention": replace(LLAMA, qkv_bias=True, attention_output_bias=True),
+    "granite": replace(LLAMA, mlp_bias=True, **FACTORS),
+    "granitemoe": replace(LLAMA, **MIXTURE, expert_ffn_hidden_size=None, **FACTORS),
+    "qwen2_moe": replace(
+        LLAMA,
+        **MIXTURE,
+        num_layers=4,
+        qkv_bias=True,
+        expert_ffn_hidden_size=24,
+        first_dense_layers=1,
+        expert_layer_step=2,
+        num_shared_experts=1,
+        shared_expert_ffn_hidden_size=30,
+        shared_expert_gate=True,
+        normalized_router_weights=False,
+    ),
+    "glm4": replace(LLAMA, qkv_bias=True, post_norms=True),
+    "glm4_moe": replace(
+        LLAMA,
+        **MIXTURE,
+        **GROUPS,
+        qk_norm=True,
+        expert_ffn_hidden_size=12,
+        first_dense_layers=1,
+        num_shared_experts=1,
+        router_scores="sigmoid",
+        router_group_scores="top_two",
+        expert_bias=True,
+    ),
+    "cohere2": replace(
+        LLAMA,
+        norm="layernorm",
+        norm_bias=False,
+        parallel_block=True,
+        logit_multiplier=0.25,
+        sliding_window=9,
+        tied_embeddings=True,
     ),
     "falcon": replace(LLAMA, **PARALLEL, rope_theta=5000.0),
     "falcon of one key head": replace(LLAMA, **PARALLEL, num_kv_heads=1, bias=True),

@@ -61,6 +61,13 @@ LATENT = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 8**-0.5,
+    "logits_scaling": 3.0,
+}
+TURNED_WHOLE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 MODELS = {
     "gpt2": (
         "GPT2LMHeadModel",
@@ -165,6 +172,70 @@ MODELS = {
             "num_mtp_layers": 0,
         },
     ),
+    "llama-biased-attention": (
+        "LlamaForCausalLM",
+        transformers.LlamaConfig,
+        {**ROTARY, "attention_bias": True},
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM",
+        transformers.Qwen2MoeConfig,
+        {
+            **ROTARY,
+            "num_hidden_layers": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 36,
+            "shared_expert_intermediate_size": 60,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        transformers.GraniteConfig,
+        {**ROTARY, **GRANITE, "mlp_bias": True},
+    ),
+    "granitemoe": (
+        "GraniteMoeForCausalLM",
+        transformers.GraniteMoeConfig,
+        {**ROTARY, **GRANITE, "intermediate_size": 36, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "glm4": (
+        "Glm4ForCausalLM",
+        transformers.Glm4Config,
+        {**ROTARY, "pad_token_id": 0, "rope_parameters": TURNED_WHOLE},
+    ),
+    "glm4-moe": (
+        "Glm4MoeForCausalLM",
+        transformers.Glm4MoeConfig,
+        {
+            **ROTARY,
+            "rope_parameters": TURNED_WHOLE,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 36,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        transformers.Cohere2Config,
+        {
+            **{key: value for key, value in ROTARY.items() if key != "head_dim"},
+            "hidden_size": 96,
+            "pad_token_id": 0,
+            "logit_scale": 0.25,
+            "sliding_window": 10,
+            "layer_types": ["sliding_attention"] * 2,
+        },
+    ),
     "llama-stretched": (
         "LlamaForCausalLM",
         transformers.LlamaConfig,
@@ -230,14 +301,14 @@ EXPERTS = {
     "tp2 pp2 sp etp1 ep2": Layout(tp=2, pp=2, sequence_parallel=True, etp=1, ep=2),
     "cp2 ep2": Layout(cp=2, ep=2),
 }
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe", "glm4_moe")
+ONE_LAYOUT = {"glm4": 2, "granitemoe": 2, "qwen2-moe": 3, "granite": 4}
 ALL_LAYOUTS = ("gpt2", "llama", "qwen2", "mixtral", "deepseek-v3")
 CASES = [
     (name, layout)
     for name, (_, config, _) in MODELS.items()
-    for number, layout in enumerate(
-        EXPERTS if config.model_type in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3") else DENSE
-    )
-    if name in ALL_LAYOUTS or number == 1
+    for number, layout in enumerate(EXPERTS if config.model_type in WITH_EXPERTS else DENSE)
+    if name in ALL_LAYOUTS or number == ONE_LAYOUT.get(name, 1)
 ]
 """Models and layouts; of families that differ little from another one only one layout."""
 
@@ -371,8 +442,12 @@ def file_gradients(model, family) -> dict[str, torch.Tensor]:
     """The gradients of a model of `transformers` by the names its files have: there every
     expert is a tensor of its own."""
     found = {}
+    stacked = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
     for name, parameter in model.named_parameters():
         prefix, _, last = name.rpartition("experts.")
+        if family == "granitemoe":
+            for theirs, written in {**stacked, "router.weight": "router.layer.weight"}.items():
+                name, last = name.replace(f"block_sparse_moe.{theirs}", f"block_sparse_moe.{written}"), ""
         if last not in ("gate_up_proj", "down_proj"):
             found[name.replace("mlp.gate.", "block_sparse_moe.gate.") if family == "mixtral" else name] = parameter.grad
             continue

@@ -169,6 +169,7 @@ def test_one_of_several_commands_is_asked_for_and_taken():
     assert any_plan(values, "").layout.tp == 4
 
 
+SHARED = "--num-experts 4 --moe-shared-expert-intermediate-size 96 --moe-ffn-hidden-size 64"
 BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1 --bf16 "
 
 
@@ -189,6 +190,19 @@ BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 51
         ("--clip-grad $CLIP", "refused", None, "--variable CLIP=VALUE"),
         ("--recompute-granularity all", "refused", "recompute.mode", "full and selective"),
         ("--moe-layer-freq 2", "no-effect", None, "makes it count"),
+        (
+            "--moe-layer-freq [0,1,1,0,1,1,0,1] --num-experts 4",
+            "refused",
+            "model.expert_layer_step",
+            "every so manieth",
+        ),
+        ("--moe-layer-freq 2 --num-experts 4", "mapped", "model.first_dense_layers, model.expert_layer_step", ""),
+        ("--apply-layernorm-1p", "mapped", "model.norm_offset", ""),
+        ("--quick-geglu", "mapped", "model.activation", ""),
+        ("--activation-func-clamp-value 7.0 --quick-geglu", "mapped", "model.gate_limit", ""),
+        ("--glu-linear-offset 1.0 --swiglu", "mapped", "model.gate_offset", ""),
+        ("--glu-linear-offset 1.0", "no-effect", None, "does not have"),
+        (f"--moe-shared-expert-gate {SHARED}", "mapped", "model.shared_expert_gate", ""),
         ("--retro-add-retriever", "refused", None, "retrieval"),
         ("$EXTRA", "refused", None, "it may hold any arguments"),
     ],
@@ -299,6 +313,10 @@ def plans(draw) -> Plan:
     if moe:
         model |= {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 256}
         model |= {"num_shared_experts": draw(st.sampled_from([0, 1])), "first_dense_layers": draw(st.integers(0, 2))}
+        model |= {"expert_layer_step": draw(st.sampled_from([1, 2]))}
+        if model["num_shared_experts"]:
+            model |= {"shared_expert_gate": draw(st.booleans())}
+            model |= draw(st.sampled_from([{}, {"shared_expert_ffn_hidden_size": 384}]))
         model |= {"router_scores": draw(st.sampled_from(["softmax", "sigmoid"]))}
         layout |= {"ep": draw(st.sampled_from([1, 2])), "etp": draw(st.sampled_from([1, tp]))}
     recompute = draw(

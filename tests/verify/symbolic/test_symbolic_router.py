@@ -98,3 +98,12 @@ def test_counts_of_equal_tokens_must_not_be_added_over_the_ranks_that_hold_them(
         each for each in prove(plan, schedule_for(plan), Program(actions=actions)).findings if each.rule == VALUE_RULE
     ]
     assert EXPERT_BIAS in finding.where
+
+
+def test_a_biased_router_that_compares_tokens_over_ranks_is_one_devices():
+    """What ranks exchange are scores before their bias is counted."""
+    biased = replace(
+        plan_of(Layout(cp=2, tp=2, sequence_parallel=True), "exact"), model=replace(MODEL, router_bias=True)
+    )
+    proof = prove(biased, schedule_for(biased))
+    assert proof.ok and proof.same_order, proof.findings

@@ -1,0 +1,88 @@
+"""Hugging Face `config.json` files of families that have norms, factors or biases elsewhere than Llama: Granite, GLM-4,
+OLMo 2 and Cohere's second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from .huggingface_keys import (
+    Config,
+    attention_bias,
+    bias_fields,
+    given,
+    head_width,
+    rotary,
+    turned_whole,
+    whole_width_norms,
+)
+from .model import ModelSpec
+
+
+def _granite(config: Config, name: str, source: str) -> ModelSpec:
+    """`GraniteConfig`: Llama with factors."""
+    problems: list[str] = []
+    biases = bias_fields(attention=bool(config.get("attention_bias")), mlp=bool(config.get("mlp_bias")))
+    return rotary(config, name, source, problems, **biases, **granite_fields(config, problems))
+
+
+def granite_fields(config: Config, problems: list[str]) -> dict[str, Any]:
+    """The factors of Granite, dense or with experts."""
+    width = head_width(config)
+    if not math.isclose(given(config, "attention_multiplier", 1.0), width**-0.5, rel_tol=1e-6):
+        problems.append(
+            f"attention_multiplier={given(config, 'attention_multiplier', 1.0)} is not understood; read is "
+            f"1/sqrt(head_dim) = {width**-0.5:g}."
+        )
+    if (divisor := float(given(config, "logits_scaling", 1.0))) <= 0:
+        problems.append(f"logits_scaling={divisor:g} must be above 0.")
+    return {
+        "embedding_multiplier": float(given(config, "embedding_multiplier", 1.0)),
+        "residual_multiplier": float(given(config, "residual_multiplier", 1.0)),
+        "logit_multiplier": 1.0 / divisor if divisor > 0 else 1.0,
+    }
+
+
+def _glm4(config: Config, name: str, source: str) -> ModelSpec:
+    """`Glm4Config`: norms before and behind both halves, biases on query, key and value."""
+    problems: list[str] = []
+    biases = {"qkv_bias": bool(given(config, "attention_bias", True))}
+    return rotary(turned_whole(config, problems), name, source, problems, post_norms=True, **biases)
+
+
+def _olmo2(config: Config, name: str, source: str) -> ModelSpec:
+    """`Olmo2Config`: norms behind both halves only."""
+    norms = {"pre_norms": False, "post_norms": True}
+    return rotary(config, name, source, whole_width_norms("olmo2"), **attention_bias(config), **norms)
+
+
+def _cohere2(config: Config, name: str, source: str) -> ModelSpec:
+    """`Cohere2Config`: parallel blocks of one LayerNorm without bias, a factor of logits, tied embeddings by default;
+    windows with rotary positions in most layers, and neither in the others."""
+    problems: list[str] = []
+    if set(given(config, "layer_types", ("full_attention",))) != {"sliding_attention"}:
+        problems.append(
+            "layer_types has layers without window, which have no positions either; read are windows in all layers."
+        )
+    return rotary(
+        {**config, "rms_norm_eps": given(config, "layer_norm_eps", 1e-5)},
+        name,
+        source,
+        problems,
+        norm="layernorm",
+        norm_bias=False,
+        parallel_block=True,
+        logit_multiplier=float(given(config, "logit_scale", 0.0625)),
+        tied_embeddings=bool(given(config, "tie_word_embeddings", True)),
+        **attention_bias(config),
+    )
+
+
+FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {
+    "granite": _granite,
+    "glm4": _glm4,
+    "olmo2": _olmo2,
+    "cohere2": _cohere2,
+}
+"""`model_type` -> reader."""

@@ -1,0 +1,186 @@
+"""What readers of Hugging Face families share: keys with their defaults, rotary positions, biases, windows, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..base.errors import ModelError, Problem
+from .expert_layers import pattern_of
+from .model import SCALING_FIELDS, ModelSpec
+
+Config = Mapping[str, Any]
+"""A parsed `config.json`."""
+
+
+def rotary(config: Config, name: str, source: str, problems: list[str], **more: Any) -> ModelSpec:
+    """What all families with rotary positions, RMSNorm and SwiGLU have in common; `more` are a family's own fields.
+
+    Raises `ModelError` for `problems` and for those of the common keys.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act={config['hidden_act']!r} is not understood; read is 'silu' (SwiGLU).")
+    window = window_of(config, problems)
+    scaling = rope_scaling(rope, problems)
+    raise_problems(problems, source)
+    heads = size(config, "num_attention_heads")
+    hidden = size(config, "hidden_size")
+    fields = {
+        "num_layers": size(config, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": size(config, "intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": int(given(config, "num_key_value_heads", heads)),
+        "head_dim": head_width(config),
+        "vocab_size": size(config, "vocab_size"),
+        "max_positions": size(config, "max_position_embeddings"),
+        "norm_eps": float(given(config, "rms_norm_eps", 1e-6)),
+        "rope_theta": float(given(config, "rope_theta", given(rope, "rope_theta", 10000.0))),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "sliding_window": window,
+        **scaling,
+    }
+    return ModelSpec(name=name, **{**fields, **more})
+
+
+def rope_scaling(rope: Config, problems: list[str]) -> dict[str, Any]:
+    """The fields of `ModelSpec.rope_scaling` from `rope_parameters`, or from `rope_scaling` as files
+    before transformers 5 have it.
+
+    Of `dynamic`, `transformers` takes `max_position_embeddings` for the original length, whatever else is written.
+    """
+    kind = given(rope, "rope_type", rope.get("type"))
+    if kind in (None, "default"):
+        kind = "none"
+    if kind not in ("none", *SCALING_FIELDS):
+        problems.append(f"rope_type={kind!r} is not understood; read are default, {', '.join(SCALING_FIELDS)}.")
+        return {}
+    if rope.get("truncate") is False:
+        problems.append("truncate=false of yarn is not understood; read is a ramp between whole pairs.")
+    if given(rope, "partial_rotary_factor", 1.0) != 1.0:
+        problems.append(
+            f"partial_rotary_factor={rope['partial_rotary_factor']} is not understood; read are heads "
+            "that turn as a whole."
+        )
+    found: dict[str, Any] = {"rope_scaling": kind}
+    for field in SCALING_FIELDS.get(kind, ()):
+        value = rope.get(
+            "original_max_position_embeddings" if field == "rope_original_positions" else field.removeprefix("rope_")
+        )
+        if value is not None and (kind, field) != ("dynamic", "rope_original_positions"):
+            found[field] = int(value) if field == "rope_original_positions" else float(value)
+    return found
+
+
+def expert_fields(config: Config, *, width: Any = None, shared: Any = 0, dense: Any = 0) -> dict[str, Any]:
+    """The fields of experts; families differ in what they call their number."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    number = next((config[name] for name in names if config.get(name) is not None), None)
+    if number is None:
+        raise KeyError(names[0])
+    return {
+        "num_experts": int(number),
+        "experts_per_token": size(config, "num_experts_per_tok"),
+        "expert_ffn_hidden_size": None if width is None else int(width),
+        "num_shared_experts": int(shared),
+        "first_dense_layers": int(dense),
+    }
+
+
+def expert_pattern(config: Config, layers: Collection[int], problems: list[str], keys: str) -> dict[str, int]:
+    """The fields of which layers have experts; `keys` of the config say so."""
+    num_layers = size(config, "num_hidden_layers")
+    if (found := pattern_of(layers, num_layers)) is None:
+        problems.append(f"{keys} give experts to layers that are no row of every so manieth layer up to the last.")
+        return {}
+    first, step = found
+    return {"first_dense_layers": first, "expert_layer_step": step if first + step < num_layers else 1}
+
+
+def bias_fields(*, attention: bool, mlp: bool) -> dict[str, bool]:
+    """The fields of biases on all products of attention, and on all of the MLP."""
+    if attention and mlp:
+        return {"bias": True}
+    return dict.fromkeys(("qkv_bias", "attention_output_bias") if attention else ("mlp_bias",) * mlp, True)
+
+
+def attention_bias(config: Config) -> dict[str, bool]:
+    """Those of a family whose MLPs have none."""
+    return bias_fields(attention=bool(config.get("attention_bias")), mlp=False)
+
+
+def refuse_biases(config: Config) -> list[str]:
+    """The problem of a bias on some of the products of latent attention only."""
+    return (
+        ["attention_bias=true is not understood in this family; read are configs without."]
+        if config.get("attention_bias")
+        else []
+    )
+
+
+def whole_width_norms(family: str) -> list[str]:
+    """The problem of a family that norms queries and keys over all heads."""
+    return [f"model_type={family!r} norms queries and keys over all heads together; read are norms of each head."]
+
+
+def turned_whole(config: Config, problems: list[str]) -> Config:
+    """A config of GLM without `partial_rotary_factor`, half unless it is given; a problem where that is not 1."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    share = rope.pop("partial_rotary_factor", None)
+    share = given(config, "partial_rotary_factor", 0.5) if share is None else share
+    if share != 1:
+        problems.append(f"partial_rotary_factor={share} is not understood; read are heads that turn as a whole.")
+    return {**config, "rope_parameters": rope}
+
+
+def head_width(config: Config) -> int:
+    """Width of a head, by default an even share of the hidden size."""
+    even = size(config, "hidden_size") // max(1, size(config, "num_attention_heads"))
+    return int(given(config, "head_dim", even))
+
+
+def size(config: Config, key: str) -> int:
+    """A whole number that every config of the family has. Raises `KeyError` where it is absent or null."""
+    if (value := config.get(key)) is None:
+        raise KeyError(key)
+    return int(value)
+
+
+def given(config: Config, key: str, default: Any) -> Any:
+    """The value of a key; the default when it is absent or null, as Hugging Face configs mean it."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def window_of(config: Config, problems: list[str]) -> int:
+    """`ModelSpec.sliding_window`, 0 where it holds the longest sequence or the family has none. Qwen names a window
+    that `use_sliding_window` turns off, and layers before `max_window_layers` that do without."""
+    family, layers = config["model_type"], size(config, "num_hidden_layers")
+    qwen = family.startswith("qwen")
+    window = config.get("sliding_window", 4096 if family == "mistral" else None)
+    if (
+        not (qwen or family in ("mistral", "mixtral", "cohere2"))
+        or window is None
+        or not given(config, "use_sliding_window", not qwen)
+    ):
+        return 0
+    if window >= size(config, "max_position_embeddings"):
+        return 0
+    first = min(layers, int(given(config, "max_window_layers", 28))) if family in ("qwen2", "qwen3") else 0
+    usual = [*["full_attention"] * (first > 0), *["sliding_attention"] * (layers > first)]
+    kinds = set(given(config, "layer_types", usual))
+    if kinds == {"full_attention"}:
+        return 0
+    if kinds != {"sliding_attention"}:
+        problems.append(
+            f"sliding_window={window} is that of some layers only; read are configs with a window in all layers or "
+            "in none. "
+            "Set it to null for sequences within the window."
+        )
+    return int(window)
+
+
+def raise_problems(problems: list[str], source: str) -> None:
+    if problems:
+        raise ModelError([Problem(problem, origin=source) for problem in problems])

@@ -1,0 +1,166 @@
+"""Families of Hugging Face files that have norms, factors, biases or experts elsewhere, and the fields that these are
+here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardproof.core.base.errors import ModelError
+from shardproof.core.model.huggingface import model_from_config
+from shardproof.core.model.huggingface_refused import REASONS
+from shardproof.core.model.model import ModelSpec
+from shardproof.core.model.operators import layer_operators
+from shardproof.core.model.parameters import count_parameters, layer_parameters
+
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 60,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+}
+LLAMA = ModelSpec("llama", 6, 48, 60, 6, 3, 8, 101, 64)
+EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+QWEN_MOE = {
+    **SIZES,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 12,
+}
+OF_DEEPSEEK = {
+    **SIZES,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "n_group": 1,
+}
+
+
+def read(family: str, **more) -> ModelSpec:
+    return model_from_config({**SIZES, **more, "model_type": family}, name=family)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"first_dense_layers": 1, "expert_layer_step": 2}, [1, 3, 5]),
+        ({"expert_layer_step": 4}, [0, 4]),
+        ({"first_dense_layers": 5, "expert_layer_step": 3}, [5]),
+    ],
+)
+def test_every_so_manieth_layer_has_experts_and_those_of_multi_token_prediction_are_as_the_last(fields, layers):
+    model = replace(LLAMA, **EXPERTS, **fields, num_mtp_layers=1)
+    assert [layer for layer in range(6) if model.layer_is_moe(layer)] == layers
+    assert (model.num_moe_layers, model.layer_is_moe(6)) == (len(layers), 5 in layers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"pre_norms": False}, "pre_norms=False leaves layers without norms"),
+        ({"parallel_block": True, "post_norms": True}, "post_norms=True does not go with parallel_block"),
+        ({"norm_bias": False}, 'norm_bias=False is of a LayerNorm, but norm="rmsnorm"'),
+        ({"activation": "gelu", "gate_limit": 7.0}, 'gate_limit=7.0 describe a gate, but activation="gelu" has none'),
+        ({"expert_layer_step": 2}, "expert_layer_step=2 describe experts, but num_experts=0"),
+        ({"router_bias": True}, "router_bias=True describe experts, but num_experts=0"),
+        ({**EXPERTS, "shared_expert_gate": True}, "describe shared experts, but num_shared_experts=0"),
+    ],
+)
+def test_fields_that_describe_nothing_are_refused(fields, expected):
+    with pytest.raises(ModelError, match=expected):
+        replace(LLAMA, **fields)
+
+
+def test_a_layer_has_the_norms_and_biases_that_its_model_says():
+    names = [operator.role.value for operator in layer_operators(replace(LLAMA, pre_norms=False, post_norms=True), 0)]
+    assert [name for name in names if "norm" in name] == ["attention.post_norm", "mlp.post_norm"]
+    model = replace(
+        LLAMA, attention_output_bias=True, mlp_bias=True, norm="layernorm", norm_bias=False, norm_offset=1.0
+    )
+    found = {each.name.removeprefix("layers.0."): each for each in layer_parameters(model, 0)}
+    biases = {"attention.output.bias", "mlp.up.bias", "mlp.down.bias"}
+    assert {name for name in found if name.endswith("bias")} == biases
+    assert found["attention.norm.weight"].constant == 0.0  # which multiplies by 1
+
+
+@pytest.mark.parametrize(
+    ("more", "first", "step"),
+    [
+        ({"decoder_sparse_step": 2}, 1, 2),
+        ({"mlp_only_layers": [0, 1]}, 2, 1),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, 3, 2),
+        ({"decoder_sparse_step": 6}, 5, 1),
+    ],
+)
+def test_which_layers_of_qwen_have_experts_is_read_from_both_its_keys(more, first, step):
+    model = read("qwen2_moe", **QWEN_MOE, **more)
+    assert (model.first_dense_layers, model.expert_layer_step) == (first, step)
+    assert (model.qkv_bias, model.shared_expert_gate, model.shared_expert_ffn_hidden_size) == (True, True, None)
+
+
+def test_the_config_of_qwen15_moe_has_the_published_count():
+    published = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "vocab_size": 151936,
+    }
+    assert count_parameters(read("qwen2_moe", **published)) == 14_315_784_192  # the files' tensors (Qwen1.5-MoE-A2.7B)
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_another_name_and_moe_layer_freq_counts_from_layer_0():
+    kimi, deepseek = (read(family, **OF_DEEPSEEK, moe_layer_freq=1) for family in ("kimi_k2", "deepseek_v3"))
+    assert replace(kimi, name="deepseek_v3") == deepseek
+    every_second = read("deepseek_v3", **OF_DEEPSEEK, moe_layer_freq=2, first_k_dense_replace=1)
+    assert (every_second.first_dense_layers, every_second.expert_layer_step) == (2, 2)
+
+
+def test_biases_of_attention_alone_and_of_the_mlp_alone_are_read():
+    attention, mlp = read("llama", attention_bias=True), read("granite", attention_multiplier=8**-0.5, mlp_bias=True)
+    assert (attention.bias, attention.qkv_bias, attention.attention_output_bias, attention.mlp_bias) == (
+        *(False, True, True, False),
+    )
+    assert (mlp.bias, mlp.qkv_bias, mlp.mlp_bias) == (False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "expected"),
+    [
+        ("granite", {}, "attention_multiplier=1.0 is not understood"),
+        ("granite", {"attention_multiplier": 8**-0.5, "logits_scaling": 0}, "logits_scaling=0 must be above 0"),
+        ("glm4", {}, "partial_rotary_factor=0.5 is not understood"),
+        ("olmo2", {}, "'olmo2' norms queries and keys over all heads together"),
+        ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}, "clip_qkv=8.0 is not understood"),
+        ("cohere2", {}, "layer_types has layers without window"),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "attention sinks"),
+        ("llama4_text", {}, "attn_temperature_tuning=true"),
+        ("llama4", {"text_config": {**SIZES, "attention_chunk_size": 32}}, "attention_chunk_size=32"),
+        ("deepseek_v32", {"index_topk": 2048}, "index_topk describes attention to tokens that an index chooses"),
+        ("qwen3_next", {"layer_types": ["linear_attention"]}, "layer_types describes layers of linear attention"),
+    ],
+)
+def test_what_no_layer_expresses_is_refused_with_its_key(family, more, expected):
+    with pytest.raises(ModelError, match=expected):
+        read(family, **more)
+
+
+def test_every_family_that_is_known_and_not_read_names_its_key():
+    for family, (keys, meaning) in REASONS.items():
+        with pytest.raises(ModelError, match=f"{keys[0]} describes {meaning}"):
+            model_from_config({"model_type": family}, name=family)
