@@ -10,6 +10,7 @@ from ..base.bounds import EXPERTS, HEADS, LAYERS, TABLE, TOKENS, WIDTH, Bound
 from ..base.divisors import divisors
 from ..base.errors import ModelError
 from ..base.option import Bounded, FieldProblem, noun, option
+from .attention_kinds import attention_problems
 
 _EXPERT_FIELDS = ("experts_per_token", "num_shared_experts", "expert_ffn_hidden_size", "first_dense_layers")
 ROUTER_FIELDS = (
@@ -33,6 +34,16 @@ _OPTIONAL_COUNTS = (
     "num_mtp_layers",
     "padding_rows",
     "sliding_window",
+)
+_ATTENTION_FIELDS = (
+    "window_layers",
+    "attention_softcap",
+    "logit_softcap",
+    "attention_sinks",
+    "attention_scale",
+    "rope_dim",
+    "rope_local_theta",
+    "rope_layers",
 )
 
 SCALING_FIELDS = {
@@ -60,6 +71,7 @@ REFINEMENTS = (
     "parallel_block",
     *ROPE_FIELDS,
     *_OPTIONAL_COUNTS,
+    *_ATTENTION_FIELDS,
     *(name for name in ROUTER_FIELDS if name not in _ROUTER_COUNTS),
 )
 """What a plain decoder does without: finer biases and norms, experts, latent attention, multi-token prediction,
@@ -301,7 +313,68 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         minimum=0,
         bound=TOKENS,
         more="Mistral 7B, arXiv 2310.06825, section 2.",
-        read_by="core.model.model",
+        read_by="core.model.attention_kinds",
+    )
+    window_layers: tuple[int, ...] = option(
+        "which layers have the window, 1 or 0 each, over and over",
+        default=(),
+        minimum=0,
+        maximum=1,
+        default_note="all",
+        more="`[1, 0]` is every second one, from the first on (Gemma 2, arXiv 2408.00118, section 2).",
+        read_by="core.model.attention_kinds",
+    )
+    rope_layers: tuple[int, ...] = option(
+        "which layers have rotary positions, 1 or 0 each, over and over",
+        default=(),
+        minimum=0,
+        maximum=1,
+        default_note="all",
+        more="`[1, 1, 1, 0]` leaves every fourth without (Yang et al. 2025, arXiv 2501.18795).",
+        read_by="core.model.attention_kinds",
+    )
+    rope_dim: int = option(
+        "features of a head that rotary positions turn; 0 is all",
+        default=0,
+        minimum=0,
+        bound=WIDTH,
+        more="The others carry no position (GPT-J; Black et al. 2022, arXiv 2204.06745, section 2.1.1).",
+        read_by="core.model.rotary",
+    )
+    rope_local_theta: float | None = option(
+        "base of the rotary frequencies in layers with a window",
+        default=None,
+        above=0,
+        default_note="rope_theta",
+        more="There `rope_scaling` stretches nothing (Gemma 3, arXiv 2503.19786, section 2).",
+        read_by="core.model.rotary",
+    )
+    attention_scale: float | None = option(
+        "what scores are multiplied by before the softmax",
+        default=None,
+        above=0,
+        default_note="1/sqrt(head_dim)",
+        read_by="core.model.rotary",
+    )
+    attention_softcap: float = option(
+        "c that scores are held below by c tanh(score / c); 0 is none",
+        default=0.0,
+        minimum=0,
+        more="Gemma 2, arXiv 2408.00118, section 2.",
+        read_by="backend.model.attention_blocks",
+    )
+    attention_sinks: bool = option(
+        "a learned score per head that takes a share of the probabilities and has no value",
+        default=False,
+        more="gpt-oss (arXiv 2508.10925, section 2.2); Megatron-LM's `--softmax-type learnable`.",
+        read_by="core.model.operators",
+    )
+    logit_softcap: float = option(
+        "c that logits are held below by c tanh(logit / c); 0 is none",
+        default=0.0,
+        minimum=0,
+        more="Gemma 2, arXiv 2408.00118, section 2.",
+        read_by="backend.model.transformer",
     )
     padding_rows: int = option(
         "last rows of the token table that are no ids and get no probability",
@@ -350,6 +423,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
             yield from self._router_problems()
             yield from self._latent_problems()
             yield from self._rotary_problems()
+            yield from attention_problems(self)
         if not {"vocab_size", "padding_rows"} & {*wrong} and self.padding_rows >= self.vocab_size:
             most = self.vocab_size - 1
             yield (
@@ -488,10 +562,6 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
     def _written(self, names: Iterable[str]) -> str:
         """Fields as sentences name them: `experts_per_token=2, num_router_groups=4`."""
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
-
-    def window(self, sequence: int) -> int:
-        """The sliding window where it is shorter than the sequences; 0 where every token sees all before it."""
-        return self.sliding_window if 0 < self.sliding_window < sequence else 0
 
     @property
     def original_positions(self) -> int:
