@@ -33,7 +33,8 @@ def attention_core(tensors: Tensors, operator: Operator, layer: str) -> Op:
     else:  # of the scores, of the values, of queries and keys
         gradients = (Product(layer, q, s, v, count), Product(layer, q, v, s, count), Product(layer, q, d, s, 2 * count))
     gather = _keys_and_values(tensors, layer, "all_gather")
-    operands, result = _heads(tensors, layer, per_group * d + d + v), _heads(tensors, layer, per_group * v)
+    asked = per_group * (d + operator.sinks)  # queries, and with each the score of its head's sink
+    operands, result = _heads(tensors, layer, asked + d + v), _heads(tensors, layer, per_group * v)
     scores = Product(layer, q, s, d, count), Product(layer, q, v, s, count)
     return Op(
         layer,
