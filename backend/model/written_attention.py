@@ -1,5 +1,5 @@
-"""Attention written out: what the library's fused kernels do not compute, probabilities that are dropped, scores that are
-held below a cap, and sinks, which are scores without a key."""
+"""Attention written out: what the library's fused kernels do not compute, which is dropped probabilities, scores that
+are held below a cap, and sinks, which are scores without a key."""
 
 from __future__ import annotations
 

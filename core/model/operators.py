@@ -25,7 +25,6 @@ from typing import Literal
 from .attention_kinds import layer_turns, layer_window
 from .model import ModelSpec
 from .roles import Role
-from .rotary import turned_width
 
 Feature = Literal["heads", "ffn", "vocab", "expert_ffn", "shared_ffn"]
 """The feature axis whose leaves tensor parallelism cuts: key/value groups, MLP units, vocabulary rows, and the units of
@@ -71,9 +70,9 @@ class Operator:
     passes through those of its own. A linear operator `ends` the half of a layer whose result is added to the residual
     stream; its weights start smaller. `carries` more numbers of each token come along with the input of a linear
     operator, which does not multiply them (the rotary key that all heads share). `fp32` operators have fp32 operands
-    whatever the precision. The weights of a `shared` operator are those of another one. Where attention has a `window` a
-    token sees so many, itself the last, else all before it; `turned` are the features of a query or key head that it
-    turns by their positions, and with `sinks` it has a score of its own for every query head.
+    whatever the precision. The weights of a `shared` operator are those of another one. Attention with a
+    `window` sees so many tokens, its own the last, else all before it; it `turns` queries and keys by their positions,
+    and with `sinks` it has a score of its own for every query head.
     """
 
     role: Role
@@ -87,7 +86,7 @@ class Operator:
     fp32: bool = False
     shared: bool = False
     window: int = 0
-    turned: int = 0
+    turns: bool = False
     sinks: bool = False
 
     def __hash__(self) -> int:
@@ -117,14 +116,14 @@ def layer_operators(model: ModelSpec, layer: int) -> tuple[Operator, ...]:
     """One transformer layer: pre-norm attention, then a pre-norm MLP, or in a parallel block one that takes the same
     norm. Layers of multi-token prediction count on: `num_layers + i`. Equal layers share one tuple."""
     moe, window, turns = model.layer_is_moe(layer), layer_window(model, layer), layer_turns(model, layer)
-    return _layer_operators(model, moe=moe, window=window, turned=turned_width(model) if turns else 0)
+    return _layer_operators(model, moe=moe, window=window, turns=turns)
 
 
 @lru_cache(maxsize=256)
-def _layer_operators(model: ModelSpec, *, moe: bool, window: int, turned: int) -> tuple[Operator, ...]:
+def _layer_operators(model: ModelSpec, *, moe: bool, window: int, turns: bool) -> tuple[Operator, ...]:
     hidden = Width(model.hidden_size)
     kind = _latent_attention if model.kv_lora_rank else _grouped_attention
-    attention = kind(model, window, turned)
+    attention = kind(model, window, turns)
     mlp = _experts(model) if moe else _mlp(model, model.ffn_hidden_size, "ffn")
     second = () if model.parallel_block else (Operator(Role.MLP_NORM, Kind.NORM, hidden, hidden),)
     return Operator(Role.ATTENTION_NORM, Kind.NORM, hidden, hidden), *attention, *second, *mlp
@@ -162,7 +161,7 @@ def head_operators(model: ModelSpec, norm: Role, *, shared: bool) -> tuple[Opera
     )
 
 
-def _grouped_attention(model: ModelSpec, window: int, turned: int) -> Iterator[Operator]:
+def _grouped_attention(model: ModelSpec, window: int, turns: bool) -> Iterator[Operator]:
     """Query heads that share key and value heads, and norms of both where the model has them."""
     hidden, group, d = Width(model.hidden_size), model.query_heads_per_group, model.head_dim
     mixed = Width((group + 2) * d, "heads", model.num_kv_heads)
@@ -172,11 +171,11 @@ def _grouped_attention(model: ModelSpec, window: int, turned: int) -> Iterator[O
         yield Operator(Role.QUERY_HEAD_NORM, Kind.NORM, Width(d), Width(d))
         yield Operator(Role.KEY_HEAD_NORM, Kind.NORM, Width(d), Width(d))
     sinks = model.attention_sinks
-    yield Operator(Role.CORE, Kind.ATTEND, mixed, attended, window=window, turned=turned, sinks=sinks)
+    yield Operator(Role.CORE, Kind.ATTEND, mixed, attended, window=window, turns=turns, sinks=sinks)
     yield Operator(Role.ATTENTION_OUTPUT, Kind.LINEAR, attended, hidden, bias=model.bias, ends=True)
 
 
-def _latent_attention(model: ModelSpec, window: int, turned: int) -> Iterator[Operator]:
+def _latent_attention(model: ModelSpec, window: int, turns: bool) -> Iterator[Operator]:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1 and equations 37-47).
 
     The down-projections are small and held whole, each rank multiplying its own tokens; what is gathered for the
@@ -197,7 +196,7 @@ def _latent_attention(model: ModelSpec, window: int, turned: int) -> Iterator[Op
     yield Operator(Role.KEYS_NORM, Kind.NORM, low_kv, low_kv)
     yield Operator(Role.KEYS_UP, Kind.LINEAR, low_kv, pairs, bias=bias, carries=rotary)
     mixed, attended = Width(2 * (plain + rotary) + values, "heads", heads), Width(values, "heads", heads)
-    yield Operator(Role.CORE, Kind.ATTEND, mixed, attended, window=window, turned=turned)
+    yield Operator(Role.CORE, Kind.ATTEND, mixed, attended, window=window, turns=turns)
     yield Operator(Role.ATTENTION_OUTPUT, Kind.LINEAR, attended, hidden, bias=bias, ends=True)
 
 

@@ -24,21 +24,18 @@ def rotary_width(model: ModelSpec) -> int:
     return model.qk_rope_head_dim if model.is_mla else model.head_dim
 
 
-def turned_width(model: ModelSpec) -> int:
-    """Features of a head that turn: all of these, or `rope_dim`."""
-    return model.rope_dim or rotary_width(model)
-
-
 def rotary_frequencies(model: ModelSpec, sequence: int, *, local: bool = False) -> tuple[float, ...]:
     """Radians by which each pair of a head turns a token, in sequences of so many tokens. One per pair, fastest first;
     pairs beyond `rope_dim` stand still. `local` are those of layers with a window, where the model has
     `rope_local_theta`."""
-    still = (0.0,) * ((rotary_width(model) - turned_width(model)) // 2)
-    return _turning(model, sequence, local=local) + still
+    width = model.rope_dim or rotary_width(model)
+    still = (0.0,) * ((rotary_width(model) - width) // 2)
+    return _turning(model, width, sequence, local=local) + still
 
 
-def _turning(model: ModelSpec, sequence: int, *, local: bool) -> tuple[float, ...]:
-    width, theta, factor = turned_width(model), model.rope_theta, model.rope_factor
+def _turning(model: ModelSpec, width: int, sequence: int, *, local: bool) -> tuple[float, ...]:
+    """The first of these, of `width` features that all turn."""
+    theta, factor = model.rope_theta, model.rope_factor
     if local:
         assert model.rope_local_theta is not None
         return tuple(model.rope_local_theta ** (-2 * i / width) for i in range(width // 2))

@@ -3,6 +3,7 @@ keys and values between the others."""
 
 from __future__ import annotations
 
+from ..model.attention_kinds import shorter_window
 from ..model.operators import Operator, Width
 from .tensors import ID_BYTES, Tensors, returned_rows, sequences_are_cut
 from .work import PARTIAL_BYTES, Collective, CollectiveOp, Op, Operations, Product
@@ -42,6 +43,7 @@ def attention_core(tensors: Tensors, operator: Operator, layer: str) -> Op:
         forward=(*_documents(tensors, layer), *operands, *gather, *scores, *result),
         input_gradient=(*result, *gather, *gradients, *_keys_and_values(tensors, layer, "reduce_scatter"), *operands),
         weight_gradient=(),
+        window=shorter_window(operator.window, s),
     )
 
 
