@@ -72,10 +72,9 @@ def rope_is_local(model: ModelSpec, layer: int) -> bool:
 def attention_problems(model: ModelSpec) -> Iterator[FieldProblem]:
     """What is wrong with the fields of attention, where each is right by itself."""
     windowed = model.sliding_window > 0
-    for name in ("window_layers", "rope_layers"):
-        pattern = getattr(model, name)
-        if any(each not in (0, 1) for each in pattern):
-            yield name, f"{name}={list(pattern)} must be a list of 1 and 0, one for each layer, repeated over all."
+    for name, instead in (("window_layers", "sliding_window=0"), ("rope_layers", "another position")):
+        if (pattern := getattr(model, name)) and 1 not in pattern:
+            yield name, f"{name}={list(pattern)} leaves no layer with what it is for. Use {instead}, or leave it out."
     for name, given in (("window_layers", bool(model.window_layers)), ("rope_local_theta", model.rope_local_theta)):
         if given and not windowed:
             value = getattr(model, name)

@@ -11,13 +11,13 @@ _COUNTS = """num_hidden_layers hidden_size intermediate_size num_attention_heads
     max_position_embeddings moe_intermediate_size qk_nope_head_dim qk_rope_head_dim q_lora_rank kv_lora_rank v_head_dim
     num_nextn_predict_layers n_shared_experts first_k_dense_replace n_group topk_group num_local_experts num_experts
     n_routed_experts num_experts_per_tok n_embd n_head n_layer n_positions n_inner decoder_sparse_step moe_layer_freq
-    sliding_window max_window_layers ffn_hidden_size num_kv_heads num_ln_in_parallel_attn"""
-_NUMBERS = "rms_norm_eps rope_theta layer_norm_epsilon routed_scaling_factor"
+    sliding_window max_window_layers ffn_hidden_size num_kv_heads num_ln_in_parallel_attn no_rope_layer_interval"""
+_NUMBERS = "rms_norm_eps rope_theta layer_norm_epsilon routed_scaling_factor partial_rotary_factor"
 _SWITCHES = """attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window scale_attn_weights
     scale_attn_by_inverse_layer_idx add_cross_attention alibi parallel_attn new_decoder_architecture multi_query bias"""
 _TEXTS = "model_type hidden_act activation activation_function scoring_func topk_method"
 _ROPE_NUMBERS = """rope_theta factor attention_factor beta_fast beta_slow mscale mscale_all_dim low_freq_factor
-    high_freq_factor partial_rotary_factor"""
+    high_freq_factor partial_rotary_factor llama_4_scaling_beta"""
 
 
 def is_count(value: object) -> bool:
@@ -40,6 +40,10 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
+def _is_pattern(value: object) -> bool:
+    return isinstance(value, list) and all(is_count(each) and each <= 1 for each in value)
+
+
 Form = tuple[str, Callable[[Any], bool]]
 """What a value must be, in words and as a test."""
 
@@ -55,6 +59,7 @@ FORMS: Mapping[str, Form] = {
     **dict.fromkeys(_SWITCHES.split(), _SWITCH),
     **dict.fromkeys(_TEXTS.split(), _TEXT),
     "layer_types": ("a list of texts", _is_texts),
+    "no_rope_layers": ("a list of 1 and 0", _is_pattern),
     "mlp_only_layers": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(is_count, value))),
     "rope_parameters": _TABLE,
     "rope_scaling": _TABLE,

@@ -361,7 +361,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         default=0.0,
         minimum=0,
         more="Gemma 2, arXiv 2408.00118, section 2.",
-        read_by="backend.model.attention_blocks",
+        read_by="backend.model.written_attention",
     )
     attention_sinks: bool = option(
         "a learned score per head that takes a share of the probabilities and has no value",

@@ -1,0 +1,146 @@
+"""What Hugging Face families have in common: sizes, rotary positions, windows, experts. A family's reader gives its own
+fields besides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..base.errors import ModelError, Problem
+from .attention_kinds import pattern_of
+from .model import SCALING_FIELDS, ModelSpec
+
+Config = Mapping[str, Any]
+
+KINDS = {"full_attention": False, "sliding_attention": True}
+"""What `layer_types` may hold -> whether such a layer has a window."""
+
+
+def size(config: Config, key: str) -> int:
+    """A whole number that every config of the family has. Raises `KeyError` where it is absent or null."""
+    if (value := config.get(key)) is None:
+        raise KeyError(key)
+    return int(value)
+
+
+def given(config: Config, key: str, default: Any) -> Any:
+    """The value of a key; the default when it is absent or null, as Hugging Face configs mean it."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def raise_for(problems: list[str], source: str) -> None:
+    """Raises `ModelError` for problems of a file, if there are any."""
+    if problems:
+        raise ModelError([Problem(problem, origin=source) for problem in problems])
+
+
+def rotary(config: Config, name: str, source: str, problems: list[str], **more: Any) -> ModelSpec:
+    """What all families with rotary positions, RMSNorm and SwiGLU have in common; `more` are a family's own fields, of
+    those that turn a part of their heads `rope_dim` too.
+
+    Raises `ModelError` for `problems` and for those of the common keys.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act={config['hidden_act']!r} is not understood; read is 'silu' (SwiGLU).")
+    scaling = rope_scaling(rope, problems, partial="rope_dim" in more)
+    raise_for(problems, source)
+    heads = size(config, "num_attention_heads")
+    hidden = size(config, "hidden_size")
+    fields = {
+        "num_layers": size(config, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": size(config, "intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": int(given(config, "num_key_value_heads", heads)),
+        "head_dim": int(given(config, "head_dim", hidden // max(1, heads))),
+        "vocab_size": size(config, "vocab_size"),
+        "max_positions": size(config, "max_position_embeddings"),
+        "norm_eps": float(given(config, "rms_norm_eps", 1e-6)),
+        "rope_theta": float(given(config, "rope_theta", given(rope, "rope_theta", 10000.0))),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        **scaling,
+    }
+    return ModelSpec(name=name, **{**fields, **more})
+
+
+def rope_scaling(rope: Config, problems: list[str], *, partial: bool = False) -> dict[str, Any]:
+    """The fields of `ModelSpec.rope_scaling` from `rope_parameters`, or from `rope_scaling` as files
+    before transformers 5 have it. Heads of which only a part turns are those of `partial` families.
+
+    Of `dynamic`, `transformers` takes `max_position_embeddings` for the original length, whatever else is written.
+    """
+    kind = given(rope, "rope_type", rope.get("type"))
+    if kind in (None, "default"):
+        kind = "none"
+    if kind not in ("none", *SCALING_FIELDS):
+        problems.append(f"rope_type={kind!r} is not understood; read are default, {', '.join(SCALING_FIELDS)}.")
+        return {}
+    if rope.get("truncate") is False:
+        problems.append("truncate=false of yarn is not understood; read is a ramp between whole pairs.")
+    if not partial and given(rope, "partial_rotary_factor", 1.0) != 1.0:
+        problems.append(
+            f"partial_rotary_factor={rope['partial_rotary_factor']} is not understood; read are heads "
+            "that turn as a whole."
+        )
+    found: dict[str, Any] = {"rope_scaling": kind}
+    for field in SCALING_FIELDS.get(kind, ()):
+        value = rope.get(
+            "original_max_position_embeddings" if field == "rope_original_positions" else field.removeprefix("rope_")
+        )
+        if value is not None and (kind, field) != ("dynamic", "rope_original_positions"):
+            found[field] = int(value) if field == "rope_original_positions" else float(value)
+    return found
+
+
+def window_fields(
+    config: Config, slides: Sequence[bool], problems: list[str], *, usual: int | None = None
+) -> dict[str, Any]:
+    """`ModelSpec.sliding_window`, of `usual` tokens where the file has no such key, and `window_layers`; `slides` says
+    which layers have a window where the file lists no `layer_types`. Nothing where no layer has one, or one that holds
+    the longest sequence."""
+    window, kinds = config.get("sliding_window", usual), config.get("layer_types")
+    if window is None or window >= size(config, "max_position_embeddings"):
+        return {}
+    if kinds is not None:
+        if unknown := sorted({*kinds} - {*KINDS}):
+            problems.append(f"layer_types has {', '.join(map(repr, unknown))}; read are {', '.join(KINDS)}.")
+            return {}
+        if len(kinds) != len(slides):
+            problems.append(f"layer_types has {len(kinds)} entries, and num_hidden_layers={len(slides)}.")
+            return {}
+        slides = [KINDS[kind] for kind in kinds]
+    return {"sliding_window": int(window), "window_layers": pattern_of(slides)} if any(slides) else {}
+
+
+def experts(config: Config, *, width: Any = None, shared: Any = 0, dense: Any = 0) -> dict[str, Any]:
+    """The fields of experts; families differ in what they call their number."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    number = next((config[name] for name in names if config.get(name) is not None), None)
+    if number is None:
+        raise KeyError(names[0])
+    return {
+        "num_experts": int(number),
+        "experts_per_token": size(config, "num_experts_per_tok"),
+        "expert_ffn_hidden_size": None if width is None else int(width),
+        "num_shared_experts": int(shared),
+        "first_dense_layers": int(dense),
+    }
+
+
+def biased(config: Config) -> list[str]:
+    """The problem of a bias on some of a layer's products only."""
+    return (
+        [("attention_bias=true is not understood in this family; read are configs without.")]
+        if config.get("attention_bias")
+        else []
+    )
+
+
+def one_bias(config: Config, problems: list[str]) -> dict[str, Any]:
+    """`ModelSpec.bias`, where attention and MLP have both a bias or none."""
+    attention, mlp = (bool(config.get(key, False)) for key in ("attention_bias", "mlp_bias"))
+    if attention != mlp:
+        problems.append("attention_bias and mlp_bias differ; read are configs with both or neither.")
+    return {"bias": attention}
