@@ -270,6 +270,16 @@ def test_a_plan_is_no_script(path):
 ALWAYS_LOST = {"model.name", "cluster.preset"}
 
 
+def test_layers_that_are_otherwise_are_counted_as_megatron_counts_them():
+    words = "--position-embedding-type rope --rotary-percent 0.25 --window-size 127,0 --softmax-type learnable "
+    fields = {}
+    for flags in ("--no-rope-freq 4 --window-attn-skip-freq 2", "--no-rope-freq '([0]*3+[1])*2'"):
+        values = imported(BASE + words + flags, num_devices=8).values["model"]
+        fields |= {name: values[name].value for name in values if name.startswith(("rope_", "window", "attention_s"))}
+    assert fields["rope_layers"] == [1, 1, 1, 0] and fields["window_layers"] == [1, 0]
+    assert fields["rope_dim"] == 16 and fields["attention_sinks"] is True
+
+
 @st.composite
 def plans(draw) -> Plan:
     """Plans that Megatron can run: every degree, dense and with experts."""
