@@ -69,6 +69,12 @@ def rope_is_local(model: ModelSpec, layer: int) -> bool:
     return model.rope_local_theta is not None and layer_window(model, layer) > 0
 
 
+def has_altered_softmax(model: ModelSpec) -> bool:
+    """Whether attention is more than a softmax of scores in training: probabilities are dropped, scores are capped or
+    share with sinks."""
+    return model.attention_dropout > 0 or model.attention_softcap > 0 or model.attention_sinks
+
+
 def attention_problems(model: ModelSpec) -> Iterator[FieldProblem]:
     """What is wrong with the fields of attention, where each is right by itself."""
     windowed = model.sliding_window > 0

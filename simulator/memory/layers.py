@@ -152,6 +152,9 @@ def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
         weight_input_bytes=hidden,
         weight_gradient_bytes=logits,
     )
+    if tensors.plan.model.logit_softcap:  # whose backward needs what came of it; ours keeps that in fp32
+        capped = elements * (STATISTIC_BYTES if tensors.profile.counted_masks else tensors.element)
+        yield Node("head.cap", capped, logits, forward_bytes=2 * capped)
     if in_place:
         # the gradient lies where the logits did
         yield Node("head.loss", logits, logits, forward_bytes=rows, backward_bytes=-logits)
@@ -240,16 +243,17 @@ def _core(tensors: LayerTensors, core: Operator, mixed: int, *, up: int = 0) -> 
     """The attention core, which keeps its operands, and the output product, whose input is the core's output. `up` of
     the operands come from up-projections of low-rank vectors."""
     hidden, attended = tensors.hidden, tensors.attended
+    if core.sinks and tensors.profile.counted_masks:  # their scores lie behind the queries
+        mixed += tensors.tokens * tensors.heads * tensors.element
     scores = tensors.tokens * tensors.plan.batch.sequence * tensors.heads
     if tensors.profile.fused_attention:
         rows = STATISTIC_BYTES * tensors.tokens * tensors.heads
         dropped, work = rows, (0, _kernel_sums(tensors) + rows)
     elif tensors.num_written:
         pairs = tensors.plan.batch.micro_size * tensors.heads * tensors.attended_pairs
-        dropped, work = (
-            tensors.num_written * pairs * STATISTIC_BYTES,
-            (scores * STATISTIC_BYTES, 2 * scores * STATISTIC_BYTES),
-        )
+        shares = tensors.tokens * tensors.heads if core.sinks else 0  # what of the probabilities goes to sinks
+        dropped = (tensors.num_written * pairs + shares) * STATISTIC_BYTES
+        work = scores * STATISTIC_BYTES, 2 * scores * STATISTIC_BYTES
     else:
         dropped = scores * (2 * tensors.element + MASK_BYTES if tensors.profile.dropout else tensors.element)
         work = (scores * tensors.element, 2 * scores * tensors.element)

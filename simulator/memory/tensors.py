@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...core.layout.chunks import Chunks
-from ...core.model.attention_kinds import layer_turns, rope_is_local, shorter_window
+from ...core.model.attention_kinds import has_altered_softmax, layer_turns, rope_is_local, shorter_window
 from ...core.model.model import ModelSpec
 from ...core.model.operators import Operator, Width
 from ...core.model.rotary import rotary_width
@@ -123,8 +123,8 @@ class LayerTensors:
         """Squares of scores that our own core keeps in fp32 where the library's kernels do not compute it
         (`backend.model.written_attention`): the probabilities, and the capped scores."""
         model = self.plan.model
-        written = model.attention_dropout > 0 or model.attention_softcap > 0 or model.attention_sinks
-        return 1 + (model.attention_softcap > 0) if self.profile.counted_masks and written else 0
+        written = self.profile.counted_masks and has_altered_softmax(model)
+        return 1 + (model.attention_softcap > 0) if written else 0
 
     def attends_by_blocks(self, core: Operator) -> bool:
         """Our own core works on blocks of queries wherever one causal call of the library does not do it all."""
