@@ -1,5 +1,5 @@
-"""Attention sinks: a learned score for every query head that stands beside those of the keys in the softmax and has no
-value (Xiao et al. 2023, arXiv 2309.17453, section 3.3; gpt-oss)."""
+"""Attention sinks: a learned score for every query head that takes part in the softmax and has no value (Xiao et al.
+2023, arXiv 2309.17453, section 3.3; gpt-oss)."""
 
 from __future__ import annotations
 

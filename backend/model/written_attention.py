@@ -19,9 +19,9 @@ from ..tensor_parallel import LayerContext
 class WrittenKernel:
     """dropout(softmax(cap(q k^T * scale))) v in fp32, of as many heads of a sample at a time as numerics multiply
     together, with cap(x) = c tanh(x / c) where the model has one (Gemma 2, arXiv 2408.00118, section 2). The
-    probabilities are kept, and the capped scores; masks are made again.
+    probabilities are retained, and the capped scores; masks are made again.
 
-    Where queries are one feature wider than keys, that feature is a score which stands beside the keys' in the softmax
+    Where queries are one feature wider than keys, that feature is a score among those of the keys in the softmax
     (`attention_sinks`).
 
     Elements are numbered by (sample of the global batch, head of the model, query, key).
@@ -50,8 +50,8 @@ class WrittenKernel:
                 probabilities[here], shares[here] = every[..., :keys], every[..., keys:]
             else:
                 torch.softmax(scores, -1, out=probabilities[here])
-            kept = self._masks(here, start, scores)
-            shown = probabilities[here] if kept is None else probabilities[here] * kept
+            factors = self._masks(here, start, scores)
+            shown = probabilities[here] if factors is None else probabilities[here] * factors
             y[here] = numerics.multiply_heads(shown, v[here])
         return y, (probabilities, *([capped] if self._cap else []), *([shares] if sinks.shape[-1] else []))
 
@@ -73,11 +73,11 @@ class WrittenKernel:
         dsinks, multiply = torch.empty_like(sinks), self.context.numerics.multiply_heads
         for here in self._parts(q):
             p = for_backward[0][here]
-            kept = self._masks(here, start, p)
+            factors = self._masks(here, start, p)
             dp = multiply(dy[here], v[here].transpose(2, 3))
-            dv[here] = multiply((p if kept is None else p * kept).transpose(2, 3), dy[here])
-            if kept is not None:
-                dp.mul_(kept)
+            dv[here] = multiply((p if factors is None else p * factors).transpose(2, 3), dy[here])
+            if factors is not None:
+                dp.mul_(factors)
             mean = (dp * p).sum(-1, keepdim=True)
             if sinks.shape[-1]:
                 dsinks[here] = -for_backward[-1][here] * mean

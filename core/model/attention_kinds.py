@@ -1,5 +1,4 @@
-"""Which kind of attention a layer has: with a window or with all tokens before, with positions or without, and what the
-fields of `ModelSpec` that say so must be.
+"""Which kind of attention a layer has: with a window or with all tokens before, with positions or without.
 
 A pattern is a list of 1 and 0, one for each layer from the first on, repeated over all layers; those of multi-token
 prediction count on. An empty one is 1 for all.
@@ -7,13 +6,9 @@ prediction count on. An empty one is 1 for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from ..base.option import FieldProblem
-
-if TYPE_CHECKING:
-    from .model import ModelSpec
+from .model import ModelSpec
 
 Pattern = tuple[int, ...]
 
@@ -73,34 +68,3 @@ def has_altered_softmax(model: ModelSpec) -> bool:
     """Whether attention is more than a softmax of scores in training: probabilities are dropped, scores are capped or
     share with sinks."""
     return model.attention_dropout > 0 or model.attention_softcap > 0 or model.attention_sinks
-
-
-def attention_problems(model: ModelSpec) -> Iterator[FieldProblem]:
-    """What is wrong with the fields of attention, where each is right by itself."""
-    windowed = model.sliding_window > 0
-    for name, instead in (("window_layers", "sliding_window=0"), ("rope_layers", "another position")):
-        if (pattern := getattr(model, name)) and 1 not in pattern:
-            yield name, f"{name}={list(pattern)} leaves no layer with what it is for. Use {instead}, or leave it out."
-    for name, given in (("window_layers", bool(model.window_layers)), ("rope_local_theta", model.rope_local_theta)):
-        if given and not windowed:
-            value = getattr(model, name)
-            written = list(value) if isinstance(value, tuple) else value
-            yield name, f"{name}={written} is for layers with a window, but sliding_window=0. Set it, or leave it out."
-    if model.position != "rope":
-        for name in ("rope_layers", "rope_dim", "rope_local_theta"):
-            if getattr(model, name):
-                yield (
-                    name,
-                    f'{name} is for rotary positions, but position="{model.position}". Use "rope", or leave it out.',
-                )
-    if model.is_mla:
-        for name in ("rope_layers", "rope_dim", "rope_local_theta", "attention_sinks", "attention_scale"):
-            if getattr(model, name):
-                yield name, f"{name} is not for latent attention (kv_lora_rank={model.kv_lora_rank}). Leave it out."
-    if model.rope_dim and (model.rope_dim % 2 or model.rope_dim > model.head_dim):
-        most = model.head_dim - model.head_dim % 2
-        yield (
-            "rope_dim",
-            f"rope_dim={model.rope_dim} must be even and at most head_dim={model.head_dim}: its pairs turn. "
-            f"Use {most}, or 0 for all.",
-        )

@@ -10,7 +10,6 @@ from ..base.bounds import EXPERTS, HEADS, LAYERS, TABLE, TOKENS, WIDTH, Bound
 from ..base.divisors import divisors
 from ..base.errors import ModelError
 from ..base.option import Bounded, FieldProblem, noun, option
-from .attention_kinds import attention_problems
 
 _EXPERT_FIELDS = ("experts_per_token", "num_shared_experts", "expert_ffn_hidden_size", "first_dense_layers")
 ROUTER_FIELDS = (
@@ -423,7 +422,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
             yield from self._router_problems()
             yield from self._latent_problems()
             yield from self._rotary_problems()
-            yield from attention_problems(self)
+            yield from self._attention_problems()
         if not {"vocab_size", "padding_rows"} & {*wrong} and self.padding_rows >= self.vocab_size:
             most = self.vocab_size - 1
             yield (
@@ -558,6 +557,33 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         if not self.rope_beta_slow < self.rope_beta_fast:
             sentence = f"rope_beta_slow={self.rope_beta_slow!r} must be below rope_beta_fast={self.rope_beta_fast!r}."
             yield "rope_beta_slow", sentence
+
+    def _attention_problems(self) -> Iterator[FieldProblem]:
+        """What is wrong with the fields that alter attention, where each is right by itself."""
+        for name, instead in (("window_layers", "sliding_window=0"), ("rope_layers", "another position")):
+            if (pattern := getattr(self, name)) and 1 not in pattern:
+                yield name, f"{name}={list(pattern)} leaves no layer with what it is for. Use {instead} instead."
+        for name in ("window_layers", "rope_local_theta"):
+            if getattr(self, name) and not self.sliding_window:
+                yield name, f"{name} is for layers with a window, but sliding_window=0. Set that, or leave {name} out."
+        if self.position != "rope":
+            for name in ("rope_layers", "rope_dim", "rope_local_theta"):
+                if getattr(self, name):
+                    yield (
+                        name,
+                        f'{name} is for rotary positions, but position="{self.position}". Use "rope", or leave it out.',
+                    )
+        if self.is_mla:
+            for name in ("rope_layers", "rope_dim", "rope_local_theta", "attention_sinks", "attention_scale"):
+                if getattr(self, name):
+                    yield name, f"{name} is not for latent attention (kv_lora_rank={self.kv_lora_rank}). Leave it out."
+        if self.rope_dim and (self.rope_dim % 2 or self.rope_dim > self.head_dim):
+            most = self.head_dim - self.head_dim % 2
+            yield (
+                "rope_dim",
+                f"rope_dim={self.rope_dim} must be even and at most head_dim={self.head_dim}: its pairs turn. "
+                f"Use {most}, or 0 for all.",
+            )
 
     def _written(self, names: Iterable[str]) -> str:
         """Fields as sentences name them: `experts_per_token=2, num_router_groups=4`."""
