@@ -12,13 +12,13 @@ from ..base.files import read_text
 from ..base.names import one_line
 from ..base.parsing import parse_json
 from .huggingface_forms import wrong_forms
-from .huggingface_shared import (
+from .huggingface_keys import (
     Config,
-    biased,
-    experts,
+    expert_fields,
     given,
     one_bias,
-    raise_for,
+    raise_problems,
+    refuse_biases,
     rope_scaling,
     rotary,
     size,
@@ -45,7 +45,7 @@ def read_config(path: str | Path) -> ModelSpec:
 
 def model_from_config(config: Config, *, name: str, source: str = "config.json") -> ModelSpec:
     """The model that a parsed config describes. Raises `ModelError` as `read_config` does."""
-    raise_for(wrong_forms(config), source)
+    raise_problems(wrong_forms(config), source)
     family = config.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -74,7 +74,7 @@ def _mixtral(config: Config, name: str, source: str) -> ModelSpec:
     """`MixtralConfig`: Mistral with experts, as wide as its MLP, in every layer."""
     problems: list[str] = []
     windows = window_fields(config, [True] * size(config, "num_hidden_layers"), problems)
-    return rotary(config, name, source, problems, **experts(config), **windows)
+    return rotary(config, name, source, problems, **expert_fields(config), **windows)
 
 
 def _qwen2(config: Config, name: str, source: str) -> ModelSpec:
@@ -85,13 +85,13 @@ def _qwen2(config: Config, name: str, source: str) -> ModelSpec:
 
 def _qwen3(config: Config, name: str, source: str) -> ModelSpec:
     """`Qwen3Config`: Llama whose query and key heads, 128 wide unless said, are normalised."""
-    problems, head_dim = biased(config), int(given(config, "head_dim", 128))
+    problems, head_dim = refuse_biases(config), int(given(config, "head_dim", 128))
     return rotary(config, name, source, problems, qk_norm=True, head_dim=head_dim, **qwen_windows(config, problems))
 
 
 def _qwen3_moe(config: Config, name: str, source: str) -> ModelSpec:
     """`Qwen3MoeConfig`: Qwen3 with experts."""
-    problems, dense = biased(config), list(given(config, "mlp_only_layers", ()))
+    problems, dense = refuse_biases(config), list(given(config, "mlp_only_layers", ()))
     if dense != list(range(len(dense))):
         problems.append(f"mlp_only_layers={dense} is not understood; read are dense layers before all others.")
     if given(config, "decoder_sparse_step", 1) != 1:
@@ -99,7 +99,7 @@ def _qwen3_moe(config: Config, name: str, source: str) -> ModelSpec:
             f"decoder_sparse_step={config['decoder_sparse_step']} is not understood; read are experts in "
             "every later layer."
         )
-    mixture = experts(config, width=size(config, "moe_intermediate_size"), dense=len(dense))
+    mixture = expert_fields(config, width=size(config, "moe_intermediate_size"), dense=len(dense))
     mixture["normalized_router_weights"] = bool(given(config, "norm_topk_prob", False))
     windows = qwen_windows(config, problems)
     return rotary(config, name, source, problems, qk_norm=True, **mixture, **windows)
@@ -107,7 +107,7 @@ def _qwen3_moe(config: Config, name: str, source: str) -> ModelSpec:
 
 def _deepseek(config: Config, name: str, source: str) -> ModelSpec:
     """`DeepseekV2Config` and `DeepseekV3Config`: latent attention, shared experts, the first layers dense."""
-    problems = biased(config)
+    problems = refuse_biases(config)
     if given(config, "moe_layer_freq", 1) != 1:
         problems.append(
             f"moe_layer_freq={config['moe_layer_freq']} is not understood; read are experts in every later layer."
@@ -127,7 +127,7 @@ def _deepseek(config: Config, name: str, source: str) -> ModelSpec:
         qk_rope_head_dim=rope,
         v_head_dim=size(config, "v_head_dim"),
         num_mtp_layers=int(given(config, "num_nextn_predict_layers", 0)),
-        **experts(
+        **expert_fields(
             config,
             width=size(config, "moe_intermediate_size"),
             shared=given(config, "n_shared_experts", 0),
@@ -181,7 +181,7 @@ def _falcon(config: Config, name: str, source: str) -> ModelSpec:
         problems.append(f"activation={config['activation']!r} is not understood; read is 'gelu'.")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaling = rope_scaling(rope, problems)
-    raise_for(problems, source)
+    raise_problems(problems, source)
     hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
     shared = given(config, "multi_query", True) and not grouped
     return ModelSpec(
@@ -217,7 +217,7 @@ def _gpt2(config: Config, name: str, source: str) -> ModelSpec:
     ]
     if config.get("scale_attn_weights", True) is not True:
         problems.append("scale_attn_weights=false is not understood; read is attention scaled by 1/sqrt(head_dim).")
-    raise_for(problems, source)
+    raise_problems(problems, source)
     hidden, heads = size(config, "n_embd"), size(config, "n_head")
     return ModelSpec(
         name=name,

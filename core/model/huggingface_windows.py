@@ -8,7 +8,7 @@ from typing import Any
 
 from ..base.errors import ModelError
 from .attention_kinds import every_nth, of_layer, pattern_of
-from .huggingface_shared import Config, given, one_bias, rotary, size, window_fields
+from .huggingface_keys import Config, given, one_bias, rotary, size, window_fields
 from .model import ModelSpec
 
 

@@ -29,7 +29,7 @@ def given(config: Config, key: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def raise_for(problems: list[str], source: str) -> None:
+def raise_problems(problems: list[str], source: str) -> None:
     """Raises `ModelError` for problems of a file, if there are any."""
     if problems:
         raise ModelError([Problem(problem, origin=source) for problem in problems])
@@ -45,7 +45,7 @@ def rotary(config: Config, name: str, source: str, problems: list[str], **more: 
     if config.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={config['hidden_act']!r} is not understood; read is 'silu' (SwiGLU).")
     scaling = rope_scaling(rope, problems, partial="rope_dim" in more)
-    raise_for(problems, source)
+    raise_problems(problems, source)
     heads = size(config, "num_attention_heads")
     hidden = size(config, "hidden_size")
     fields = {
@@ -114,7 +114,7 @@ def window_fields(
     return {"sliding_window": int(window), "window_layers": pattern_of(slides)} if any(slides) else {}
 
 
-def experts(config: Config, *, width: Any = None, shared: Any = 0, dense: Any = 0) -> dict[str, Any]:
+def expert_fields(config: Config, *, width: Any = None, shared: Any = 0, dense: Any = 0) -> dict[str, Any]:
     """The fields of experts; families differ in what they call their number."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     number = next((config[name] for name in names if config.get(name) is not None), None)
@@ -129,7 +129,7 @@ def experts(config: Config, *, width: Any = None, shared: Any = 0, dense: Any = 
     }
 
 
-def biased(config: Config) -> list[str]:
+def refuse_biases(config: Config) -> list[str]:
     """The problem of a bias on some of a layer's products only."""
     return (
         [("attention_bias=true is not understood in this family; read are configs without.")]
