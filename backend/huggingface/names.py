@@ -1,10 +1,11 @@
 """What the families of `core.model.huggingface` call our parameters in their files, and how they arrange the rows.
 
 Sources: the published files' own headers, and `transformers` 5.23 (`models/*/modeling_*.py`, `conversion_mapping.py`).
-Three arrangements differ from ours: GPT-2 keeps linear weights as [in, out], and gpt-oss those of experts; DeepSeek,
+Arrangements that differ from ours: GPT-2 keeps linear weights as [in, out], and gpt-oss those of experts; DeepSeek,
 GLM-4 and Cohere keep the pairs that rotary positions turn side by side (2i, 2i + 1), where ours are half a head apart
-(i, i + d/2); queries and keys are permuted in the same way, so their products stay the same; and some keep gates and
-up-projections, or all experts, in one tensor.
+(i, i + d/2), and families of whose heads a part turns keep that part's halves together before the rest; queries and
+keys are permuted in the same way, so their products stay the same; and some keep gates and up-projections, or all
+experts, in one tensor.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ _ROTARY: Mapping[str, tuple[str, ...]] = {
     "layer.attention.norm": ("input_layernorm",),
     "layer.attention.query_norm": ("self_attn.q_norm",),
     "layer.attention.key_norm": ("self_attn.k_norm",),
+    "layer.attention.core": ("self_attn",),
     "layer.attention.output": ("self_attn.o_proj",),
     "layer.attention.q": ("self_attn.q_proj",),
     "layer.attention.q_down": ("self_attn.q_a_proj",),
@@ -144,6 +146,14 @@ _MIXTRAL: Mapping[str, tuple[str, ...]] = {
     "layer.mlp.experts.up": ("block_sparse_moe.experts.w1", "block_sparse_moe.experts.w3"),
     "layer.mlp.experts.down": ("block_sparse_moe.experts.w2",),
 }
+
+_PHI3: Mapping[str, tuple[str, ...]] = {
+    "layer.attention.qkv": ("self_attn.qkv_proj",) * 3,
+    "layer.mlp.up": ("mlp.gate_up_proj",) * 2,
+}
+
+_APART = {"mixtral": _MIXTRAL, "phi3": _PHI3}
+"""Family -> what it calls otherwise than Llama."""
 
 
 _QWEN2_MOE: Mapping[str, tuple[str, ...]] = {
@@ -199,14 +209,19 @@ def _side_by_side(model: ModelSpec, names: tuple[str, ...]) -> Iterator[Part]:
 
 def _parts(model: ModelSpec, place: str, names: tuple[str, ...], size: int, num_items: int) -> tuple[Part, ...]:
     """The parts of an item of `size` rows, of `num_items`."""
-    d, rope = model.head_dim, model.qk_rope_head_dim
+    d, rope, turned = model.head_dim, model.qk_rope_head_dim, _turned_rows(model)
     match place, names:
-        case "layer.attention.qkv", (q, k, v) if q == k:  # one tensor: all queries, all keys, all values
-            first = model.num_heads * d
-            return tuple(Part(name, d, range(d), first * number) for number, name in enumerate((q, k, v)))
         case "layer.attention.qkv", (q, k, v):
-            queries = model.query_heads_per_group * d
-            return Part(q, queries, range(queries)), Part(k, d, range(d)), Part(v, d, range(d))
+            queries, one = model.query_heads_per_group * d, q == k  # tensor: all queries, all keys, all values
+            keys, values = (model.num_heads * d, (model.num_heads + model.num_kv_heads) * d) if one else (0, 0)
+            heads = [range(first + rows.start, first + rows.stop) for first in range(0, queries, d) for rows in turned]
+            return (
+                *(Part(q, queries, rows) for rows in (heads if model.rope_dim else [range(queries)])),
+                *(Part(k, d, rows, keys) for rows in turned),
+                Part(v, d, range(d), values),
+            )
+        case "layer.attention.query_norm" | "layer.attention.key_norm", (name,):
+            return tuple(Part(name, d, rows) for rows in turned)
         case "layer.attention.q" | "layer.attention.q_up" | "layer.attention.kv_down", (name,):
             rows = range(size - rope), range(size - rope, size, 2), range(size - rope + 1, size, 2)
             return tuple(Part(name, size, part) for part in rows)
@@ -216,6 +231,17 @@ def _parts(model: ModelSpec, place: str, names: tuple[str, ...], size: int, num_
             return tuple(Part(name, 1, range(1), num_items * number) for number, name in enumerate(names))
         case _:  # gate and up-projection
             return tuple(Part(name, 1, range(1)) for name in names)
+
+
+def _turned_rows(model: ModelSpec) -> list[range]:
+    """Rows of a head in files, in our order: where a part of it turns the first halves of the part and of the rest,
+    then the second ones."""
+    d, part = model.head_dim, model.rope_dim
+    if not part:
+        return [range(d)]
+    halves = [(first, (first + end) // 2, end) for first, end in ((0, part), (part, d))]
+    found = [range(lo, mid) for lo, mid, _ in halves] + [range(mid, hi) for _, mid, hi in halves]
+    return [rows for rows in found if rows]
 
 
 def unused_names(model: ModelSpec, names: set[str]) -> list[str]:

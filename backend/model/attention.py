@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...core.model.attention_kinds import layer_turns, rope_is_local
 from ...core.model.blocks import layer_prefix
 from ..base.autograd import Function
 from ..tensor_parallel import ColumnParallelLinear, HeadNorm, LayerContext, RowParallelLinear, recomputed
 from .attention_core import AttentionCore
+from .attention_sinks import Sinks
 from .compiled_rotary import joined_turned_back, turned_parts
 from .rotary import rotary_by_token, rotary_table, rotate, turned
 
@@ -25,32 +27,39 @@ class Attention(nn.Module):
         self.qkv = ColumnParallelLinear(context, f"{prefix}.qkv")
         norms = [HeadNorm(context, f"{prefix}.{name}") for name in ("query_norm", "key_norm") if context.model.qk_norm]
         self.norms = nn.ModuleList(norms)
-        self.core = AttentionCore(context, f"{prefix}.core")
+        self.turns, self.is_local = layer_turns(context.model, layer), rope_is_local(context.model, layer)
+        self.sinks = Sinks(context, f"{prefix}.core") if context.model.attention_sinks else None
+        self.core = AttentionCore(context, f"{prefix}.core", layer, scale=context.model.attention_scale)
         self.output = RowParallelLinear(context, f"{prefix}.output")
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         model, qkv = self.context.model, self.qkv(x_BSH)
-        if model.position == "rope" and not self.norms and self.core.takes_strides:
-            apart = _CompiledTurnedApart if self.context.numerics.compiles else _TurnedApart
-            q, k, v = apart.apply(qkv, *rotary_by_token(self.context), model.query_heads_per_group, model.head_dim)
+        if self.turns and not self.norms and self.core.takes_strides:
+            apart, tables = self._function, rotary_by_token(self.context, local=self.is_local)
+            q, k, v = apart.apply(qkv, *tables, model.query_heads_per_group, model.head_dim)
         else:
             q, k, v = self._apart(qkv)
         again = "core_attn" in self.context.recomputed_modules
         attended = recomputed(self.context, self.core, q, k, v, name=self.core.name) if again else self.core(q, k, v)
         return self.output(attended.transpose(1, 2).flatten(2))
 
+    @property
+    def _function(self) -> type[Function]:
+        """What turns queries and keys and takes them apart at once."""
+        return _CompiledTurnedApart if self.context.numerics.compiles else _TurnedApart
+
     def _apart(self, qkv: Tensor) -> list[Tensor]:
         """[b, s, l (q+2) d] -> queries [b, l q, s, d], keys and values [b, l, s, d], contiguous, with
-        their norms and positions."""
+        their norms and positions, and sinks behind the queries."""
         model = self.context.model
         q, k, v = _GroupsApart.apply(qkv, model.query_heads_per_group, model.head_dim)
         if self.norms:
             q, k = (norm(part.contiguous()) for norm, part in zip(self.norms, (q, k), strict=True))
         q, k, v = (part.permute(0, 2, 3, 1, 4).contiguous().flatten(1, 2) for part in (q, k, v))
-        if model.position == "rope":
-            cos, sin = rotary_table(self.context)
+        if self.turns:
+            cos, sin = rotary_table(self.context, local=self.is_local)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return [q, k, v]
+        return [q if self.sinks is None else self.sinks(q), k, v]
 
 
 class _GroupsApart(Function):

@@ -1,5 +1,5 @@
 """The core of attention: softmax(q k^T) v over the sequence, under context parallelism too, with
-packed documents and dropout.
+packed documents, windows, dropout, capped scores and sinks.
 
 One causal call of the library does it where a rank has whole sequences of a single block. Else queries are worked on in
 blocks: of `gradient_token_block` tokens in exact numerics, whole chunks of this rank in fast ones. A block meets the
@@ -24,28 +24,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...core.layout.chunks import Chunks
+from ...core.model.attention_kinds import layer_window, shorter_window
 from ..base.autograd import Function
 from ..base.microbatch import Microbatch
 from ..tensor_parallel import LayerContext
-from .attention_blocks import Block, DropoutKernel, FusedKernel, Kernel, PaddedKernel, RepeatedKernel
+from .attention_blocks import Block, FusedKernel, Kernel, PaddedKernel, RepeatedKernel
 from .attention_exchange import KeySums, gathered, heads_for_tokens, in_order, scattered, tokens_for_heads
+from .written_attention import WrittenKernel
 
 
 class AttentionCore(nn.Module):
     """q [b, heads, s, d], k [b, groups, s, d] and v [b, groups, s, w] -> [b, heads, s, w]; all contiguous, of the
     tokens that this context-parallel rank has. A group of neighbouring query heads shares a key and a value head.
 
-    A query sees the keys up to its own, as far as they belong to its document and lie in the model's window.
-    `scale` is 1/sqrt(d) unless given.
+    A query sees the keys up to its own, as far as they belong to its document and lie in the layer's window. Where the
+    model has sinks queries have a feature more, the score of theirs. `scale` is 1/sqrt(d) unless given.
     """
 
-    def __init__(self, context: LayerContext, name: str, *, scale: float | None = None):
+    def __init__(self, context: LayerContext, name: str, layer: int, *, scale: float | None = None):
         super().__init__()
         self.name = name
         self.context = context
         self.scale = scale
         self.exact = context.numerics.mode == "exact"
-        self.window = context.model.window(context.chunks.num_items)
+        self.window = shorter_window(layer_window(context.model, layer), context.chunks.num_items)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         microbatch = self.context.running_microbatch
@@ -63,7 +65,8 @@ class AttentionCore(nn.Module):
             return in_order(self.context.cp_inner.all_gather(microbatch.documents), 1)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, microbatch: Microbatch) -> Tensor:
-        (samples, heads, own, d), width, keys = q.shape, v.shape[-1], self.context.query_chunks_of(microbatch).num_items
+        (samples, heads, own), d, width = q.shape[:3], k.shape[-1], v.shape[-1]
+        keys = self.context.query_chunks_of(microbatch).num_items
         with self.context.recorder.layer(self.name):
             self.context.recorder.product(own, keys, d, samples * heads)
             self.context.recorder.product(own, width, keys, samples * heads)
@@ -78,8 +81,8 @@ class AttentionCore(nn.Module):
     def _kernel(self, q: Tensor, v: Tensor, microbatch: Microbatch) -> Kernel | None:
         """What computes a block; None where one causal call of the library does it all."""
         context, same_width = self.context, q.shape[-1] == v.shape[-1]
-        if context.model.attention_dropout and microbatch.step is not None:
-            return DropoutKernel(context, self.name, microbatch, self.scale)
+        if self._is_written_out(microbatch):
+            return WrittenKernel(context, self.name, microbatch, self.scale)
         if self.is_one_call(microbatch) and (same_width or not self.exact):
             return None
         if q.device.type != "cpu":
@@ -88,9 +91,14 @@ class AttentionCore(nn.Module):
         # multiplies all of them together
         return FusedKernel(self.scale) if same_width else PaddedKernel(self.scale or 1 / math.sqrt(q.shape[-1]))
 
+    def _is_written_out(self, microbatch: Microbatch) -> bool:
+        """Whether the library's kernels do not compute it."""
+        model = self.context.model
+        drops = model.attention_dropout > 0 and microbatch.step is not None
+        return drops or model.attention_softcap > 0 or model.attention_sinks
+
     def is_one_call(self, microbatch: Microbatch) -> bool:
-        """Whether all queries are one block without a mask of its own; whoever drops no probabilities then
-        leaves it to the library."""
+        """Whether all queries are one block without a mask of its own; what the library computes is then left to it."""
         return microbatch.documents is None and not self.window and self._is_one_block
 
     @cached_property
@@ -102,8 +110,7 @@ class AttentionCore(nn.Module):
         """Whether the heads of a token of the running microbatch may lie one after the other: where the library
         does all of it, fast."""
         microbatch = self.context.running_microbatch
-        drops = self.context.model.attention_dropout and microbatch.step is not None
-        return not self.exact and not drops and self.is_one_call(microbatch)
+        return not self.exact and not self._is_written_out(microbatch) and self.is_one_call(microbatch)
 
     def block_size(self, chunks: Chunks) -> int:
         """Tokens of a block."""
@@ -188,7 +195,7 @@ class _Blockwise(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, y, *saved), (core, kernel, microbatch) = ctx.saved_tensors, ctx.of
         chunks = core.context.query_chunks_of(microbatch)
-        core.record_backward(dy, q.shape[3], chunks.num_items)
+        core.record_backward(dy, k.shape[3], chunks.num_items)
         keys, values = _keys_and_values(core, q, k, v, y.dtype)
         dq, sums, blocks = torch.empty_like(q), KeySums(chunks, core.block_size(chunks)), list(core.blocks(chunks))
         per_block = len(saved) // len(blocks)

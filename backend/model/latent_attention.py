@@ -42,7 +42,7 @@ class LatentAttention(nn.Module):
         self.kv_down = WholeLinear(context, f"{self.prefix}.kv_down")
         self.kv_norm = Norm(context, f"{self.prefix}.kv_norm")
         self.kv_up = SharedFeaturesLinear(context, f"{self.prefix}.kv_up")
-        self.core = AttentionCore(context, f"{self.prefix}.core", scale=attention_scale(context.model))
+        self.core = AttentionCore(context, f"{self.prefix}.core", layer, scale=attention_scale(context.model))
         self.output = RowParallelLinear(context, f"{self.prefix}.output")
 
     def forward(self, x_BSH: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from ..tensor_parallel import (
     hidden_dropout,
 )
 from .block import run_layer
+from .soft_cap import soft_capped
 
 
 class MultiTokenPrediction(nn.Module):
@@ -95,7 +96,8 @@ class _Module(nn.Module):
         x_BSH = run_layer(context, self.layer, self.block, x_BSH)
         context.observe(f"{layer_prefix(self.layer)}.output", x_BSH)
         normed_BSH = self.norm(x_BSH)
-        losses_BS = self.loss(self.output(multiplied(context, normed_BSH)), targets_BS)
+        logits_BSV = self.output(multiplied(context, normed_BSH))
+        losses_BS = self.loss(soft_capped(logits_BSV, context.model.logit_softcap, context.numerics), targets_BS)
         context.observe(f"{self.prefix}.losses", losses_BS)
         return normed_BSH, losses_BS
 

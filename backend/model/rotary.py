@@ -13,35 +13,39 @@ from ..base.streams import to_device
 from ..tensor_parallel import LayerContext
 
 
-def rotary_table(context: LayerContext) -> tuple[Tensor, Tensor]:
-    """cos and sin of the running microbatch's tokens, fp32 [1 or b, 1, s, d]."""
+def rotary_table(context: LayerContext, *, local: bool = False) -> tuple[Tensor, Tensor]:
+    """cos and sin of the running microbatch's tokens, fp32 [1 or b, 1, s, d]; `local` in layers with a window whose
+    base is their own (`core.model.attention_kinds`)."""
     microbatch = context.running_microbatch
     if microbatch.documents is not None:
-        return _rows(context, context.positions(microbatch))
-    cos, sin = context.constant("rotary", lambda: _rows(context, context.places().unsqueeze(0)))
+        return _rows(context, context.positions(microbatch), local)
+    cos, sin = context.constant(_name(local), lambda: _rows(context, context.places().unsqueeze(0), local))
     own = context.chunks_of(microbatch).num_own
     return cos[:, :, :own], sin[:, :, :own]
 
 
-def rotary_by_token(context: LayerContext) -> tuple[Tensor, Tensor]:
+def rotary_by_token(context: LayerContext, *, local: bool = False) -> tuple[Tensor, Tensor]:
     """`rotary_table` for heads that lie behind their token: cos [1 or b, s, 1, 1, d], and sin of the first half of d,
     which the second repeats, [1 or b, s, 1, 1, d/2]."""
 
     def by_token() -> tuple[Tensor, Tensor]:
-        cos, sin = (table.squeeze(1)[:, :, None, None] for table in rotary_table(context))
+        cos, sin = (table.squeeze(1)[:, :, None, None] for table in rotary_table(context, local=local))
         return cos, sin.chunk(2, -1)[0]
 
     microbatch = context.running_microbatch
     if microbatch.documents is not None:
         return by_token()
-    return context.constant(f"rotary of {context.chunks_of(microbatch).num_own} tokens", by_token)
+    return context.constant(f"{_name(local)} of {context.chunks_of(microbatch).num_own} tokens", by_token)
 
 
-def _rows(context: LayerContext, positions: Tensor) -> tuple[Tensor, Tensor]:
-    sequence, device = context.chunks.num_items, context.numerics.device
-    table = rope_table(
-        sequence, rotary_frequencies(context.model, sequence), device, growth=rotary_growth(context.model)
-    )
+def _name(local: bool) -> str:
+    return "local rotary" if local else "rotary"
+
+
+def _rows(context: LayerContext, positions: Tensor, local: bool) -> tuple[Tensor, Tensor]:
+    sequence, device, model = context.chunks.num_items, context.numerics.device, context.model
+    frequencies, growth = rotary_frequencies(model, sequence, local=local), rotary_growth(model, local=local)
+    table = rope_table(sequence, frequencies, device, growth=growth)
     cos, sin = (part[positions].unsqueeze(1) for part in table)
     return cos, sin
 

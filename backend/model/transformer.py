@@ -37,6 +37,7 @@ from .block import BlockFactory, TransformerBlock, make_blocks, run_layer
 from .multi_token import MultiTokenPrediction, multiplied
 from .own_block import check_names
 from .router import Router
+from .soft_cap import soft_capped
 
 
 class Stage(nn.Module):
@@ -219,11 +220,16 @@ class Head(nn.Module):
 
     def logits(self, x_BSH: Tensor) -> Tensor:
         """[b, s, v] for this rank's vocabulary."""
-        return self.output(multiplied(self.context, self.norm(x_BSH)))
+        return self._logits(self.norm(x_BSH))
+
+    def _logits(self, normed_BSH: Tensor) -> Tensor:
+        context = self.context
+        logits_BSV = self.output(multiplied(context, normed_BSH))
+        return soft_capped(logits_BSV, context.model.logit_softcap, context.numerics)
 
     def losses(self, normed_BSH: Tensor, targets_BS: Tensor) -> Tensor:
         """[b, s] fp32, from the output of the final norm."""
-        losses_BS = self.loss(self.output(multiplied(self.context, normed_BSH)), targets_BS)
+        losses_BS = self.loss(self._logits(normed_BSH), targets_BS)
         self.context.observe("head.losses", losses_BS)
         return losses_BS
 

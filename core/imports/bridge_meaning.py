@@ -9,6 +9,7 @@ from typing import Any
 from ..base.errors import FileError
 from ..model.expert_layers import pattern_of
 from .account import Imported, Request
+from .bridge_attention import put_scores, put_turned, put_windows
 from .bridge_layout import put_layout
 from .bridge_numbers import put_batch, put_numbers
 from .bridge_table import TABLE, YARN
@@ -100,12 +101,8 @@ def _put_model(sheet: Sheet) -> None:
     else:
         sheet.put("model.num_kv_heads", sheet.value("model.num_query_groups") or heads, "model.num_query_groups")
         sheet.put("model.head_dim", sheet.value("model.kv_channels") or width // max(1, heads), "model.kv_channels")
-    window = sheet.value("model.window_size")
-    if window is not None:
-        if len(window) == 2 and isinstance(window[0], int) and window[0] >= 0:
-            sheet.put("model.sliding_window", window[0] + 1, "model.window_size")
-        else:
-            sheet.refuse("model.window_size", "a window is two numbers, of tokens before and behind.")
+    put_windows(sheet)
+    put_scores(sheet)
     if sheet.value("model.mtp_num_layers"):
         sheet.put("model.num_mtp_layers", sheet.value("model.mtp_num_layers"), "model.mtp_num_layers")
         if sheet.value("model.mtp_loss_scaling_factor") is not None:
@@ -158,6 +155,8 @@ def _put_positions(sheet: Sheet) -> None:
         return
     sheet.put("model.position", "rope", "model.position_embedding_type")
     sheet.put("model.rope_theta", float(sheet.value("model.rotary_base")), "model.rotary_base")
+    width, heads = sheet.value("model.hidden_size"), sheet.value("model.num_attention_heads")
+    put_turned(sheet, sheet.value("model.kv_channels") or width // max(1, heads))
     mla = sheet.value("model.multi_latent_attention")
     if kind == "yarn" or (mla and sheet.value("model.rope_type") == "yarn"):
         _put_yarn(sheet, "model." if mla else "model.yarn_")

@@ -118,6 +118,7 @@ moe-aux-loss-coeff=+@0.5 moe-router-pre-softmax@0.9 moe-router-score-function=@0
 moe-enable-deepep@0.11 moe-flex-dispatcher-backend=@0.16 multi-latent-attention@0.10 rope-type=@0.15
 rotary-scaling-factor=@0.10 mscale=@0.11 mscale-all-dim=@0.11 rotary-seq-len-interpolation-factor=
 use-rope-scaling@0.9 rope-scaling-factor=@0.11 mtp-num-layers=@0.12 window-size=@0.15
+window-attn-skip-freq=@0.15 softmax-type=@0.15 rotary-percent= no-rope-freq=@0.13
 num-layers-per-virtual-pipeline-stage= num-virtual-stages-per-pipeline-rank=@0.11
 virtual-pipeline-model-parallel-size= pipeline-model-parallel-layout=@0.14 decoder-first-pipeline-num-layers=@0.9
 decoder-last-pipeline-num-layers=@0.9 account-for-embedding-in-pipeline-split@0.11

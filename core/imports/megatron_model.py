@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from .megatron_attention import read_sinks, read_turned, read_windows
 from .megatron_experts import read_experts
 from .megatron_flags import UNDER
 from .megatron_reading import Reading
@@ -32,7 +32,10 @@ def read_model(reading: Reading) -> Model:
             reading.refuse(flag, "", 0, "it is not given, and Megatron needs it", f"model.{key}")
     _activation(reading, hidden)
     _attention(reading, hidden, heads)
-    _positions(reading)
+    read_windows(reading, layers)
+    read_sinks(reading)
+    width = reading.integer("--kv-channels") or (hidden // heads if hidden and heads else None)
+    _positions(reading, layers, width)
     read_vocabulary(reading)
     is_moe = read_experts(reading, layers, hidden)
     if (spec := reading.text("--spec")) is not None and ("gpt" in spec.lower() or spec == "local"):
@@ -100,7 +103,7 @@ def _gate(reading: Reading, *, gated: bool) -> None:
 
 
 def _attention(reading: Reading, hidden: int | None, heads: int | None) -> None:
-    """Heads, their width, biases, windows, latent attention."""
+    """Heads, their width, biases, latent attention."""
     if reading.given("--add-qkv-bias"):
         reading.put("model.qkv_bias", reading.is_written("--disable-bias-linear"), "--add-qkv-bias")
     if reading.given("--multi-latent-attention"):
@@ -124,17 +127,9 @@ def _attention(reading: Reading, hidden: int | None, heads: int | None) -> None:
     width = reading.integer("--kv-channels")
     if width is not None:
         reading.put("model.head_dim", width, "--kv-channels")
-    if (window := reading.text("--window-size")) is not None:
-        numbers = re.findall(r"-?\d+", window)
-        if len(numbers) == 2 and int(numbers[1]) in (0, -1) and int(numbers[0]) >= -1:
-            reading.put("model.sliding_window", int(numbers[0]) + 1, "--window-size")
-        else:
-            reading.say(
-                "--window-size", "refused", "a plan's window ends with the token itself", "model.sliding_window"
-            )
 
 
-def _positions(reading: Reading) -> None:
+def _positions(reading: Reading, layers: int | None, head_dim: int | None) -> None:
     """How positions enter."""
     kind = reading.text("--position-embedding-type") or "learned_absolute"
     flag = "--position-embedding-type"
@@ -158,6 +153,7 @@ def _positions(reading: Reading) -> None:
         for row in UNDER["rotary positions"]:
             reading.put_row(row)
         _scaling(reading)
+        read_turned(reading, layers, head_dim)
 
 
 def _scaling(reading: Reading) -> None:

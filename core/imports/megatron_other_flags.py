@@ -274,7 +274,7 @@ tensor-parallel-num-weight-shards=@0.19 expert-tensor-parallel-num-weight-shards
         """
 apply-residual-connection-post-layernorm moe-token-dropping@0.5-0.6 kitchen-config-file=@0.13
 kitchen-recipe-number=@0.13 fp4-format=@0.15 fp4-recipe=:nvfp4@0.15 fp4-param-gather@0.15-0.17
-window-attn-skip-freq=@0.15 attention-output-gate@0.16 use-kitchen-attention@0.16
+attention-output-gate@0.16 use-kitchen-attention@0.16
 kitchen-attention-backend=:sdpa@0.16 fp4-quantizer-factory=@0.16 moe-latent-size=@0.16
 """,
     ),
@@ -308,13 +308,13 @@ rampup-batch-size=3 decrease-batch-size-if-needed@0.9 step-batch-size-schedule=@
         "it changes the numbers that a step computes a little, and no cost is counted for it",
         """
 apply-query-key-layer-scaling attention-softmax-in-fp32 fp32-allreduce@-2.0 reset-position-ids reset-attention-mask
-eod-mask-loss no-query-key-layer-scaling@-2.6 fp16-lm-cross-entropy sgd-momentum=:0.9 rotary-percent=:1.0
+eod-mask-loss no-query-key-layer-scaling@-2.6 fp16-lm-cross-entropy sgd-momentum=:0.9
 rotary-interleaved@0.5 calculate-per-token-loss@0.7 moe-token-drop-policy=:probs@0.7
 deterministic-mode@0.8 error-injection-rate=:0@0.10 error-injection-type=:transient_error@0.10
 relative-attention-num-buckets=:32@0.11 relative-attention-max-distance=:128@0.11 first-last-layers-bf16@0.12
 num-layers-at-start-in-bf16=:1@0.12 num-layers-at-end-in-bf16=:1@0.12 mrope-section=+@0.12
-disable-bf16-reduced-precision-matmul@0.12 moe-router-dtype=@0.12 no-rope-freq=@0.13 qk-l2-norm@0.13
-moe-router-force-load-balancing@0.13 moe-apply-probs-on-input@0.13 sft@0.13 softmax-type=:vanilla@0.15
+disable-bf16-reduced-precision-matmul@0.12 moe-router-dtype=@0.12 qk-l2-norm@0.13
+moe-router-force-load-balancing@0.13 moe-apply-probs-on-input@0.13 sft@0.13
 muon-momentum=:0.9@0.16 muon-no-split-qkv@0.16 muon-use-nesterov@0.16-0.17
 muon-scale-mode=:spectral@0.16 muon-fp32-matmul-prec=:medium@0.16 muon-num-ns-steps=:5@0.16
 muon-tp-mode=:duplicated@0.16 muon-extra-scale-factor=:1.0@0.16 muon-coefficient-type=:quintic@0.17

@@ -16,6 +16,7 @@ from ..plan.plan import Plan, build_plan
 from .account import Request
 from .differences import lost_keys
 from .exported import Exported
+from .megatron_attention import attention_lines
 from .megatron_flags import UNDER, Direct
 from .megatron_meaning import imported_from
 
@@ -143,8 +144,7 @@ def _model(model: ModelSpec) -> Iterator[Line]:
             yield "--num-query-groups", model.num_kv_heads
     if model.qkv_bias and not model.bias:
         yield ("--add-qkv-bias",)
-    if model.sliding_window:
-        yield "--window-size", f"({model.sliding_window - 1},0)"
+    yield from attention_lines(model)
 
 
 def _positions(plan: Plan, model: ModelSpec) -> Iterator[Line]:

@@ -1,5 +1,5 @@
-"""Hugging Face `config.json` files, read by hand: Llama, Mistral, Qwen, GPT-2 and Falcon here; others in
-`huggingface_dense` and `huggingface_experts`, and what no layer here can express in `huggingface_refused`."""
+"""Hugging Face `config.json` files, read by hand: Llama, Qwen, GPT-2 and Falcon here; others in `huggingface_dense`,
+`huggingface_windows` and `huggingface_experts`, and what no layer here can express in `huggingface_refused`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ..base.errors import ModelError, Problem, did_you_mean
 from ..base.files import read_text
 from ..base.names import one_line
 from ..base.parsing import parse_json
-from . import huggingface_dense, huggingface_experts
+from . import huggingface_dense, huggingface_experts, huggingface_windows
 from .huggingface_forms import wrong_forms
 from .huggingface_keys import Config, attention_bias, bias_fields, given, raise_problems, rope_scaling, rotary, size
 from .huggingface_refused import why_refused
+from .huggingface_windows import qwen_windows
 from .model import ModelSpec
 
 
@@ -56,20 +57,26 @@ def model_from_config(config: Config, *, name: str, source: str = "config.json")
 
 
 def _llama(config: Config, name: str, source: str) -> ModelSpec:
-    """`LlamaConfig` and `MistralConfig`: pre-norm RMSNorm, rotary positions, SwiGLU."""
+    """`LlamaConfig`: pre-norm RMSNorm, rotary positions, SwiGLU."""
     biases = bias_fields(attention=bool(config.get("attention_bias")), mlp=bool(config.get("mlp_bias")))
     return rotary(config, name, source, [], **biases)
 
 
 def _qwen2(config: Config, name: str, source: str) -> ModelSpec:
     """`Qwen2Config` (Qwen2, Qwen2.5): Llama with a bias on query, key and value."""
-    return rotary(config, name, source, [], qkv_bias=True)
+    problems: list[str] = []
+    return rotary(config, name, source, problems, qkv_bias=True, **qwen_windows(config, problems))
 
 
 def _qwen3(config: Config, name: str, source: str) -> ModelSpec:
     """`Qwen3Config`: Llama whose query and key heads, 128 wide unless said, are normalised."""
-    width = int(given(config, "head_dim", 128))
-    return rotary(config, name, source, [], **attention_bias(config), qk_norm=True, head_dim=width)
+    problems: list[str] = []
+    fields = {
+        **attention_bias(config),
+        **qwen_windows(config, problems),
+        "head_dim": int(given(config, "head_dim", 128)),
+    }
+    return rotary(config, name, source, problems, qk_norm=True, **fields)
 
 
 def _falcon(config: Config, name: str, source: str) -> ModelSpec:
@@ -146,12 +153,12 @@ _GPT2_VARIANTS = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
 
 FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {
     "llama": _llama,
-    "mistral": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "gpt2": _gpt2,
     "falcon": _falcon,
     **huggingface_dense.FAMILIES,
+    **huggingface_windows.FAMILIES,
     **huggingface_experts.FAMILIES,
 }
 """`model_type` -> reader."""

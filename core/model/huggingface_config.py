@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..base.errors import ModelError
+from .attention_kinds import layer_window, of_layer, pattern_of
 from .huggingface import model_from_config
 from .model import SCALING_FIELDS, ModelSpec
 
@@ -50,10 +51,14 @@ def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
 
 
 def as_written(model: ModelSpec) -> ModelSpec:
-    """The model as its files describe it: without padding of the vocabulary and without what only training chooses."""
+    """The model as its files describe it: without padding of the vocabulary and without what only training chooses,
+    patterns of layers as short as they can be."""
     defaults: dict[str, Any] = {field.name: field.default for field in fields(ModelSpec)}
-    trained = {name: defaults[name] for name in TRAINING_FIELDS}
-    return replace(model, vocab_size=model.vocab_size - model.padding_rows, padding_rows=0, **trained)
+    changed: dict[str, Any] = {name: defaults[name] for name in TRAINING_FIELDS}
+    for name in ("window_layers", "rope_layers"):  # what a longer pattern says of the layers there are
+        pattern = getattr(model, name)
+        changed[name] = pattern_of([of_layer(pattern, layer) for layer in range(model.num_layers)])
+    return replace(model, vocab_size=model.vocab_size - model.padding_rows, padding_rows=0, **changed)
 
 
 TRAINING_FIELDS = ("hidden_dropout", "attention_dropout", "expert_capacity_factor")
@@ -126,6 +131,37 @@ def _mistral(model: ModelSpec) -> dict[str, Any]:
     return {**_rotary(model), "sliding_window": model.sliding_window or None}
 
 
+def _ministral(model: ModelSpec) -> dict[str, Any]:
+    return {**_mistral(model), "layer_types": _layer_types(model)}
+
+
+def _layer_types(model: ModelSpec) -> list[str]:
+    windows = (layer_window(model, layer) for layer in range(model.num_layers))
+    return ["sliding_attention" if window else "full_attention" for window in windows]
+
+
+def _phi3(model: ModelSpec) -> dict[str, Any]:
+    share = model.rope_dim / model.head_dim if model.rope_dim else 1.0
+    keys = _mistral(model)
+    keys["rope_parameters"]["partial_rotary_factor"] = share
+    return keys | {"original_max_position_embeddings": model.max_positions, **_NO_PADDING}
+
+
+_NO_PADDING = {"pad_token_id": None}
+"""Else the class has an id of its own published models, beyond smaller vocabularies."""
+
+
+def _smollm3(model: ModelSpec) -> dict[str, Any]:
+    windowed = model.sliding_window > 0
+    return {
+        **_llama(model),
+        **_NO_PADDING,
+        "no_rope_layers": [int(of_layer(model.rope_layers, layer)) for layer in range(model.num_layers)],
+        "use_sliding_window": windowed,
+        **({"sliding_window": model.sliding_window, "layer_types": _layer_types(model)} if windowed else {}),
+    }
+
+
 def _qwen2(model: ModelSpec) -> dict[str, Any]:
     windowed = model.sliding_window > 0
     return {
@@ -133,6 +169,7 @@ def _qwen2(model: ModelSpec) -> dict[str, Any]:
         "use_sliding_window": windowed,
         "sliding_window": model.sliding_window or None,
         **({"max_window_layers": 0} if windowed else {}),
+        **({"layer_types": _layer_types(model)} if model.window_layers else {}),
     }
 
 
@@ -287,6 +324,9 @@ _WRITERS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _mistral,
+    "ministral": _ministral,
+    "phi3": _phi3,
+    "smollm3": _smollm3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "mixtral": _mixtral,
@@ -307,6 +347,9 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",

@@ -7,15 +7,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from .attention_kinds import pattern_of
 from .huggingface_keys import (
+    KINDS,
     Config,
     attention_bias,
     bias_fields,
     given,
     head_width,
     rotary,
+    size,
     turned_whole,
     whole_width_norms,
+    window_fields,
 )
 from .model import ModelSpec
 
@@ -29,15 +33,14 @@ def _granite(config: Config, name: str, source: str) -> ModelSpec:
 
 def granite_fields(config: Config, problems: list[str]) -> dict[str, Any]:
     """The factors of Granite, dense or with experts."""
-    width = head_width(config)
-    if not math.isclose(given(config, "attention_multiplier", 1.0), width**-0.5, rel_tol=1e-6):
-        problems.append(
-            f"attention_multiplier={given(config, 'attention_multiplier', 1.0)} is not understood; read is "
-            f"1/sqrt(head_dim) = {width**-0.5:g}."
-        )
+    scale = float(given(config, "attention_multiplier", 1.0))
+    if scale <= 0:
+        problems.append(f"attention_multiplier={scale:g} must be above 0.")
+    plain = math.isclose(scale, head_width(config) ** -0.5, rel_tol=1e-6)
     if (divisor := float(given(config, "logits_scaling", 1.0))) <= 0:
         problems.append(f"logits_scaling={divisor:g} must be above 0.")
     return {
+        "attention_scale": None if plain or scale <= 0 else scale,
         "embedding_multiplier": float(given(config, "embedding_multiplier", 1.0)),
         "residual_multiplier": float(given(config, "residual_multiplier", 1.0)),
         "logit_multiplier": 1.0 / divisor if divisor > 0 else 1.0,
@@ -61,10 +64,10 @@ def _cohere2(config: Config, name: str, source: str) -> ModelSpec:
     """`Cohere2Config`: parallel blocks of one LayerNorm without bias, a factor of logits, tied embeddings by default;
     windows with rotary positions in most layers, and neither in the others."""
     problems: list[str] = []
-    if set(given(config, "layer_types", ("full_attention",))) != {"sliding_attention"}:
-        problems.append(
-            "layer_types has layers without window, which have no positions either; read are windows in all layers."
-        )
+    slides = [bool((layer + 1) % 4) for layer in range(size(config, "num_hidden_layers"))]
+    windows = window_fields(config, slides, problems, usual=4096)
+    kinds = given(config, "layer_types", ())
+    turns = [KINDS.get(kind, True) for kind in kinds] or slides
     return rotary(
         {**config, "rms_norm_eps": given(config, "layer_norm_eps", 1e-5)},
         name,
@@ -75,7 +78,9 @@ def _cohere2(config: Config, name: str, source: str) -> ModelSpec:
         parallel_block=True,
         logit_multiplier=float(given(config, "logit_scale", 0.0625)),
         tied_embeddings=bool(given(config, "tie_word_embeddings", True)),
+        rope_layers=pattern_of(turns),
         **attention_bias(config),
+        **windows,
     )
 
 

@@ -20,13 +20,17 @@ from .huggingface_keys import (
     size,
     turned_whole,
     whole_width_norms,
+    window_fields,
 )
+from .huggingface_windows import qwen_windows
 from .model import QUICK_GELU, ModelSpec
 
 
 def _mixtral(config: Config, name: str, source: str) -> ModelSpec:
     """`MixtralConfig`: Mistral with experts, as wide as its MLP, in every layer."""
-    return rotary(config, name, source, [], **expert_fields(config))
+    problems: list[str] = []
+    windows = window_fields(config, [True] * size(config, "num_hidden_layers"), problems)
+    return rotary(config, name, source, problems, **expert_fields(config), **windows)
 
 
 def _qwen3_moe(config: Config, name: str, source: str) -> ModelSpec:
@@ -58,7 +62,7 @@ def _qwen_moe(config: Config, name: str, source: str, biases: dict[str, bool], *
     fields = expert_fields(config, width=size(config, "moe_intermediate_size"))
     fields |= expert_pattern(config, layers, problems, "decoder_sparse_step and mlp_only_layers")
     fields["normalized_router_weights"] = bool(given(config, "norm_topk_prob", False))
-    return rotary(config, name, source, problems, **{**biases, **fields, **more})
+    return rotary(config, name, source, problems, **{**biases, **fields, **qwen_windows(config, problems), **more})
 
 
 def _deepseek(config: Config, name: str, source: str) -> ModelSpec:
@@ -164,15 +168,15 @@ def _olmoe(config: Config, name: str, source: str) -> ModelSpec:
 def _gpt_oss(config: Config, name: str, source: str) -> ModelSpec:
     """`GptOssConfig`: biases everywhere, routers with one, experts with limited gates; attention with sinks, and a
     window in every second layer."""
-    problems = ["model_type='gpt_oss' has attention sinks, which are not understood."]
+    problems: list[str] = []
     if given(config, "swiglu_alpha", QUICK_GELU) != QUICK_GELU:
         problems.append(f"swiglu_alpha={config['swiglu_alpha']} is not understood; read is {QUICK_GELU}.")
-    if given(config, "sliding_window", 128) < size(config, "max_position_embeddings"):
-        problems.append("layer_types alternate with and without sliding_window; read is one kind of layers.")
     limits = {"activation": "quick_geglu", "gate_offset": 1.0, "gate_limit": float(given(config, "swiglu_limit", 7.0))}
     experts = {**expert_fields(config), "router_bias": True}
     biases = bias_fields(attention=bool(given(config, "attention_bias", True)), mlp=True)
-    return rotary(config, name, source, problems, **biases, **limits, **experts)
+    slides = [layer % 2 == 0 for layer in range(size(config, "num_hidden_layers"))]
+    windows = window_fields(config, slides, problems, usual=128)
+    return rotary(config, name, source, problems, attention_sinks=True, **biases, **limits, **experts, **windows)
 
 
 def _llama4(config: Config, name: str, source: str) -> ModelSpec:

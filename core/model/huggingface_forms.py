@@ -12,7 +12,7 @@ _COUNTS = """num_hidden_layers hidden_size intermediate_size num_attention_heads
     num_nextn_predict_layers n_shared_experts first_k_dense_replace n_group topk_group num_local_experts num_experts
     n_routed_experts num_experts_per_tok n_embd n_head n_layer n_positions n_inner decoder_sparse_step moe_layer_freq
     sliding_window max_window_layers ffn_hidden_size num_kv_heads num_ln_in_parallel_attn
-    shared_expert_intermediate_size attention_chunk_size"""
+    shared_expert_intermediate_size attention_chunk_size no_rope_layer_interval"""
 _NUMBERS = """rms_norm_eps rope_theta layer_norm_epsilon layer_norm_eps routed_scaling_factor embedding_multiplier
     residual_multiplier attention_multiplier logits_scaling logit_scale swiglu_alpha swiglu_limit clip_qkv
     partial_rotary_factor"""
@@ -21,7 +21,7 @@ _SWITCHES = """attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sl
     qkv_bias use_qk_norm attn_temperature_tuning"""
 _TEXTS = "model_type hidden_act activation activation_function scoring_func topk_method"
 _ROPE_NUMBERS = """rope_theta factor attention_factor beta_fast beta_slow mscale mscale_all_dim low_freq_factor
-    high_freq_factor partial_rotary_factor"""
+    high_freq_factor partial_rotary_factor llama_4_scaling_beta"""
 
 
 def is_count(value: object) -> bool:
@@ -44,6 +44,10 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
+def _is_pattern(value: object) -> bool:
+    return isinstance(value, list) and all(is_count(each) and each <= 1 for each in value)
+
+
 Form = tuple[str, Callable[[Any], bool]]
 """What a value must be, in words and as a test."""
 
@@ -59,6 +63,7 @@ FORMS: Mapping[str, Form] = {
     **dict.fromkeys(_SWITCHES.split(), _SWITCH),
     **dict.fromkeys(_TEXTS.split(), _TEXT),
     "layer_types": ("a list of texts", _is_texts),
+    "no_rope_layers": ("a list of 1 and 0", _is_pattern),
     "mlp_only_layers": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(is_count, value))),
     "rope_parameters": _TABLE,
     "rope_scaling": _TABLE,

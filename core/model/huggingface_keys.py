@@ -1,28 +1,51 @@
-"""What readers of Hugging Face families share: keys with their defaults, rotary positions, biases, windows, experts."""
+"""What Hugging Face families have in common: sizes, rotary positions, windows, experts. A family's reader gives its own
+fields besides."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import ModelError, Problem
-from .expert_layers import pattern_of
+from .attention_kinds import pattern_of
+from .expert_layers import pattern_of as expert_layers_of
 from .model import SCALING_FIELDS, ModelSpec
 
 Config = Mapping[str, Any]
-"""A parsed `config.json`."""
+
+KINDS = {"full_attention": False, "sliding_attention": True}
+"""What `layer_types` may hold -> whether such a layer has a window."""
+
+
+def size(config: Config, key: str) -> int:
+    """A whole number that every config of the family has. Raises `KeyError` where it is absent or null."""
+    if (value := config.get(key)) is None:
+        raise KeyError(key)
+    return int(value)
+
+
+def given(config: Config, key: str, default: Any) -> Any:
+    """The value of a key; the default when it is absent or null, as Hugging Face configs mean it."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def raise_problems(problems: list[str], source: str) -> None:
+    """Raises `ModelError` for problems of a file, if there are any."""
+    if problems:
+        raise ModelError([Problem(problem, origin=source) for problem in problems])
 
 
 def rotary(config: Config, name: str, source: str, problems: list[str], **more: Any) -> ModelSpec:
-    """What all families with rotary positions, RMSNorm and SwiGLU have in common; `more` are a family's own fields.
+    """What all families with rotary positions, RMSNorm and SwiGLU have in common; `more` are a family's own fields, of
+    those that turn a part of their heads `rope_dim` too.
 
     Raises `ModelError` for `problems` and for those of the common keys.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={config['hidden_act']!r} is not understood; read is 'silu' (SwiGLU).")
-    window = window_of(config, problems)
-    scaling = rope_scaling(rope, problems)
+    scaling = rope_scaling(rope, problems, partial="rope_dim" in more)
     raise_problems(problems, source)
     heads = size(config, "num_attention_heads")
     hidden = size(config, "hidden_size")
@@ -38,15 +61,14 @@ def rotary(config: Config, name: str, source: str, problems: list[str], **more: 
         "norm_eps": float(given(config, "rms_norm_eps", 1e-6)),
         "rope_theta": float(given(config, "rope_theta", given(rope, "rope_theta", 10000.0))),
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "sliding_window": window,
         **scaling,
     }
     return ModelSpec(name=name, **{**fields, **more})
 
 
-def rope_scaling(rope: Config, problems: list[str]) -> dict[str, Any]:
+def rope_scaling(rope: Config, problems: list[str], *, partial: bool = False) -> dict[str, Any]:
     """The fields of `ModelSpec.rope_scaling` from `rope_parameters`, or from `rope_scaling` as files
-    before transformers 5 have it.
+    before transformers 5 have it. Heads of which only a part turns are those of `partial` families.
 
     Of `dynamic`, `transformers` takes `max_position_embeddings` for the original length, whatever else is written.
     """
@@ -58,7 +80,7 @@ def rope_scaling(rope: Config, problems: list[str]) -> dict[str, Any]:
         return {}
     if rope.get("truncate") is False:
         problems.append("truncate=false of yarn is not understood; read is a ramp between whole pairs.")
-    if given(rope, "partial_rotary_factor", 1.0) != 1.0:
+    if not partial and given(rope, "partial_rotary_factor", 1.0) != 1.0:
         problems.append(
             f"partial_rotary_factor={rope['partial_rotary_factor']} is not understood; read are heads "
             "that turn as a whole."
@@ -71,6 +93,26 @@ def rope_scaling(rope: Config, problems: list[str]) -> dict[str, Any]:
         if value is not None and (kind, field) != ("dynamic", "rope_original_positions"):
             found[field] = int(value) if field == "rope_original_positions" else float(value)
     return found
+
+
+def window_fields(
+    config: Config, slides: Sequence[bool], problems: list[str], *, usual: int | None = None
+) -> dict[str, Any]:
+    """`ModelSpec.sliding_window`, of `usual` tokens where the file has no such key, and `window_layers`; `slides` says
+    which layers have a window where the file lists no `layer_types`. Nothing where no layer has one, or one that holds
+    the longest sequence."""
+    window, kinds = config.get("sliding_window", usual), config.get("layer_types")
+    if window is None or window >= size(config, "max_position_embeddings"):
+        return {}
+    if kinds is not None:
+        if unknown := sorted({*kinds} - {*KINDS}):
+            problems.append(f"layer_types has {', '.join(map(repr, unknown))}; read are {', '.join(KINDS)}.")
+            return {}
+        if len(kinds) != len(slides):
+            problems.append(f"layer_types has {len(kinds)} entries, and num_hidden_layers={len(slides)}.")
+            return {}
+        slides = [KINDS[kind] for kind in kinds]
+    return {"sliding_window": int(window), "window_layers": pattern_of(slides)} if any(slides) else {}
 
 
 def expert_fields(config: Config, *, width: Any = None, shared: Any = 0, dense: Any = 0) -> dict[str, Any]:
@@ -91,7 +133,7 @@ def expert_fields(config: Config, *, width: Any = None, shared: Any = 0, dense: 
 def expert_pattern(config: Config, layers: Collection[int], problems: list[str], keys: str) -> dict[str, int]:
     """The fields of which layers have experts; `keys` of the config say so."""
     num_layers = size(config, "num_hidden_layers")
-    if (found := pattern_of(layers, num_layers)) is None:
+    if (found := expert_layers_of(layers, num_layers)) is None:
         problems.append(f"{keys} give experts to layers that are no row of every so manieth layer up to the last.")
         return {}
     first, step = found
@@ -138,49 +180,3 @@ def head_width(config: Config) -> int:
     """Width of a head, by default an even share of the hidden size."""
     even = size(config, "hidden_size") // max(1, size(config, "num_attention_heads"))
     return int(given(config, "head_dim", even))
-
-
-def size(config: Config, key: str) -> int:
-    """A whole number that every config of the family has. Raises `KeyError` where it is absent or null."""
-    if (value := config.get(key)) is None:
-        raise KeyError(key)
-    return int(value)
-
-
-def given(config: Config, key: str, default: Any) -> Any:
-    """The value of a key; the default when it is absent or null, as Hugging Face configs mean it."""
-    value = config.get(key)
-    return default if value is None else value
-
-
-def window_of(config: Config, problems: list[str]) -> int:
-    """`ModelSpec.sliding_window`, 0 where it holds the longest sequence or the family has none. Qwen names a window
-    that `use_sliding_window` turns off, and layers before `max_window_layers` that do without."""
-    family, layers = config["model_type"], size(config, "num_hidden_layers")
-    qwen = family.startswith("qwen")
-    window = config.get("sliding_window", 4096 if family == "mistral" else None)
-    if (
-        not (qwen or family in ("mistral", "mixtral", "cohere2"))
-        or window is None
-        or not given(config, "use_sliding_window", not qwen)
-    ):
-        return 0
-    if window >= size(config, "max_position_embeddings"):
-        return 0
-    first = min(layers, int(given(config, "max_window_layers", 28))) if family in ("qwen2", "qwen3") else 0
-    usual = [*["full_attention"] * (first > 0), *["sliding_attention"] * (layers > first)]
-    kinds = set(given(config, "layer_types", usual))
-    if kinds == {"full_attention"}:
-        return 0
-    if kinds != {"sliding_attention"}:
-        problems.append(
-            f"sliding_window={window} is that of some layers only; read are configs with a window in all layers or "
-            "in none. "
-            "Set it to null for sequences within the window."
-        )
-    return int(window)
-
-
-def raise_problems(problems: list[str], source: str) -> None:
-    if problems:
-        raise ModelError([Problem(problem, origin=source) for problem in problems])

@@ -43,6 +43,16 @@ _OPTIONAL_COUNTS = (
     "padding_rows",
     "sliding_window",
 )
+_ATTENTION_FIELDS = (
+    "window_layers",
+    "attention_softcap",
+    "logit_softcap",
+    "attention_sinks",
+    "attention_scale",
+    "rope_dim",
+    "rope_local_theta",
+    "rope_layers",
+)
 
 SCALING_FIELDS = {
     "linear": ("rope_factor",),
@@ -82,6 +92,7 @@ REFINEMENTS = (
     *GATE_FIELDS,
     *ROPE_FIELDS,
     *_OPTIONAL_COUNTS,
+    *_ATTENTION_FIELDS,
     *(name for name in ROUTER_FIELDS if name not in _ROUTER_COUNTS),
 )
 """What a plain decoder does without: finer biases and norms, factors, limits of a gate, experts, latent attention,
@@ -418,7 +429,68 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         minimum=0,
         bound=TOKENS,
         more="Mistral 7B, arXiv 2310.06825, section 2.",
-        read_by="core.model.model",
+        read_by="core.model.attention_kinds",
+    )
+    window_layers: tuple[int, ...] = option(
+        "which layers have the window, 1 or 0 each, over and over",
+        default=(),
+        minimum=0,
+        maximum=1,
+        default_note="all",
+        more="`[1, 0]` is every second one, from the first on (Gemma 2, arXiv 2408.00118, section 2).",
+        read_by="core.model.attention_kinds",
+    )
+    rope_layers: tuple[int, ...] = option(
+        "which layers have rotary positions, 1 or 0 each, over and over",
+        default=(),
+        minimum=0,
+        maximum=1,
+        default_note="all",
+        more="`[1, 1, 1, 0]` leaves every fourth without (Yang et al. 2025, arXiv 2501.18795).",
+        read_by="core.model.attention_kinds",
+    )
+    rope_dim: int = option(
+        "features of a head that rotary positions turn; 0 is all",
+        default=0,
+        minimum=0,
+        bound=WIDTH,
+        more="The others carry no position (GPT-J; Black et al. 2022, arXiv 2204.06745, section 2.1.1).",
+        read_by="core.model.rotary",
+    )
+    rope_local_theta: float | None = option(
+        "base of the rotary frequencies in layers with a window",
+        default=None,
+        above=0,
+        default_note="rope_theta",
+        more="There `rope_scaling` stretches nothing (Gemma 3, arXiv 2503.19786, section 2).",
+        read_by="core.model.rotary",
+    )
+    attention_scale: float | None = option(
+        "what scores are multiplied by before the softmax",
+        default=None,
+        above=0,
+        default_note="1/sqrt(head_dim)",
+        read_by="core.model.rotary",
+    )
+    attention_softcap: float = option(
+        "c that scores are held below by c tanh(score / c); 0 is none",
+        default=0.0,
+        minimum=0,
+        more="Gemma 2, arXiv 2408.00118, section 2.",
+        read_by="backend.model.written_attention",
+    )
+    attention_sinks: bool = option(
+        "a learned score per head that takes a share of the probabilities and has no value",
+        default=False,
+        more="gpt-oss (arXiv 2508.10925, section 2.2); Megatron-LM's `--softmax-type learnable`.",
+        read_by="core.model.operators",
+    )
+    logit_softcap: float = option(
+        "c that logits are held below by c tanh(logit / c); 0 is none",
+        default=0.0,
+        minimum=0,
+        more="Gemma 2, arXiv 2408.00118, section 2.",
+        read_by="backend.model.transformer",
     )
     padding_rows: int = option(
         "last rows of the token table that are no ids and get no probability",
@@ -468,6 +540,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
             yield from self._router_problems()
             yield from self._latent_problems()
             yield from self._rotary_problems()
+            yield from self._attention_problems()
         if not {"vocab_size", "padding_rows"} & {*wrong} and self.padding_rows >= self.vocab_size:
             most = self.vocab_size - 1
             yield (
@@ -624,13 +697,36 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         defaults = {field.name: field.default for field in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 
+    def _attention_problems(self) -> Iterator[FieldProblem]:
+        """What is wrong with the fields that alter attention, where each is right by itself."""
+        for name, instead in (("window_layers", "sliding_window=0"), ("rope_layers", "another position")):
+            if (pattern := getattr(self, name)) and 1 not in pattern:
+                yield name, f"{name}={list(pattern)} leaves no layer with what it is for. Use {instead} instead."
+        for name in ("window_layers", "rope_local_theta"):
+            if getattr(self, name) and not self.sliding_window:
+                yield name, f"{name} is for layers with a window, but sliding_window=0. Set that, or leave {name} out."
+        if self.position != "rope":
+            for name in ("rope_layers", "rope_dim", "rope_local_theta"):
+                if getattr(self, name):
+                    yield (
+                        name,
+                        f'{name} is for rotary positions, but position="{self.position}". Use "rope", or leave it out.',
+                    )
+        if self.is_mla:
+            for name in ("rope_layers", "rope_dim", "rope_local_theta", "attention_sinks", "attention_scale"):
+                if getattr(self, name):
+                    yield name, f"{name} is not for latent attention (kv_lora_rank={self.kv_lora_rank}). Leave it out."
+        if self.rope_dim and (self.rope_dim % 2 or self.rope_dim > self.head_dim):
+            most = self.head_dim - self.head_dim % 2
+            yield (
+                "rope_dim",
+                f"rope_dim={self.rope_dim} must be even and at most head_dim={self.head_dim}: its pairs turn. "
+                f"Use {most}, or 0 for all.",
+            )
+
     def _written(self, names: Iterable[str]) -> str:
         """Fields as sentences name them: `experts_per_token=2, num_router_groups=4`."""
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
-
-    def window(self, sequence: int) -> int:
-        """The sliding window where it is shorter than the sequences; 0 where every token sees all before it."""
-        return self.sliding_window if 0 < self.sliding_window < sequence else 0
 
     @property
     def original_positions(self) -> int:

@@ -7,6 +7,8 @@ that prove it (`verify.run`, `verify.symbolic`).
 
 Canonical layouts, chosen so that every cut is a slice of whole leaves:
 - `attention.qkv` rows are grouped by key/value head: the group's query heads, then its key head, then its value head;
+- of a head of which rotary positions turn a part, the pairs that turn, (i, i + head_dim/2), come first, so that the
+  features of the part are the first of either half;
 - `mlp.up` of a gated MLP interleaves rows: row 2i is the gate of unit i, row 2i + 1 its up-projection;
 - latent attention has rows by head: `q` and `q_up` the part without positions, then the rotary part; `kv_up` the key's
   part without positions, then the value; the last rows of `kv_down` are the rotary key that all heads share.
@@ -20,6 +22,7 @@ from enum import Enum, auto
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from .attention_kinds import layer_turns, layer_window
 from .model import ModelSpec
 from .roles import Role
 
@@ -67,7 +70,9 @@ class Operator:
     passes through those of its own. A linear operator `ends` the half of a layer whose result is added to the residual
     stream; its weights start smaller. `carries` more numbers of each token come along with the input of a linear
     operator, which does not multiply them (the rotary key that all heads share). `fp32` operators have fp32 operands
-    whatever the precision. The weights of a `shared` operator are those of another one.
+    whatever the precision. The weights of a `shared` operator are those of another one. Attention with a
+    `window` sees so many tokens, its own the last, else all before it; it `turns` queries and keys by their positions,
+    and with `sinks` it has a score of its own for every query head.
     """
 
     role: Role
@@ -80,13 +85,16 @@ class Operator:
     carries: int = 0
     fp32: bool = False
     shared: bool = False
+    window: int = 0
+    turns: bool = False
+    sinks: bool = False
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:  # sizes and prices are kept by operators, and looked up often
-        return hash((self.role, self.kind, self.takes, self.makes, self.carries))
+        return hash((self.role, self.kind, self.takes, self.makes, self.carries, self.window))
 
     @cached_property
     def axis(self) -> Feature | None:
@@ -108,13 +116,15 @@ def layer_operators(model: ModelSpec, layer: int) -> tuple[Operator, ...]:
     """One transformer layer: attention, then an MLP, each between the norms that the model has; in a parallel block
     both take the same norm. Layers of multi-token prediction count on: `num_layers + i`. Equal layers share one
     tuple."""
-    return _layer_operators(model, moe=model.layer_is_moe(layer))
+    moe, window, turns = model.layer_is_moe(layer), layer_window(model, layer), layer_turns(model, layer)
+    return _layer_operators(model, moe=moe, window=window, turns=turns)
 
 
 @lru_cache(maxsize=256)
-def _layer_operators(model: ModelSpec, *, moe: bool) -> tuple[Operator, ...]:
+def _layer_operators(model: ModelSpec, *, moe: bool, window: int, turns: bool) -> tuple[Operator, ...]:
     hidden = Width(model.hidden_size)
-    attention = _latent_attention(model) if model.kv_lora_rank else _grouped_attention(model)
+    kind = _latent_attention if model.kv_lora_rank else _grouped_attention
+    attention = kind(model, window, turns)
     mlp = _experts(model) if moe else _mlp(model, model.ffn_hidden_size, "ffn")
 
     def norms(role: Role, has: bool) -> tuple[Operator, ...]:
@@ -162,7 +172,7 @@ def head_operators(model: ModelSpec, norm: Role, *, shared: bool) -> tuple[Opera
     )
 
 
-def _grouped_attention(model: ModelSpec) -> Iterator[Operator]:
+def _grouped_attention(model: ModelSpec, window: int, turns: bool) -> Iterator[Operator]:
     """Query heads that share key and value heads, and norms of both where the model has them."""
     hidden, group, d = Width(model.hidden_size), model.query_heads_per_group, model.head_dim
     mixed = Width((group + 2) * d, "heads", model.num_kv_heads)
@@ -171,7 +181,8 @@ def _grouped_attention(model: ModelSpec) -> Iterator[Operator]:
     if model.qk_norm:
         yield Operator(Role.QUERY_HEAD_NORM, Kind.NORM, Width(d), Width(d))
         yield Operator(Role.KEY_HEAD_NORM, Kind.NORM, Width(d), Width(d))
-    yield Operator(Role.CORE, Kind.ATTEND, mixed, attended)
+    sinks = model.attention_sinks
+    yield Operator(Role.CORE, Kind.ATTEND, mixed, attended, window=window, turns=turns, sinks=sinks)
     yield _attention_output(model, attended)
 
 
@@ -180,7 +191,7 @@ def _attention_output(model: ModelSpec, attended: Width) -> Operator:
     return Operator(Role.ATTENTION_OUTPUT, Kind.LINEAR, attended, Width(model.hidden_size), bias=biased, ends=True)
 
 
-def _latent_attention(model: ModelSpec) -> Iterator[Operator]:
+def _latent_attention(model: ModelSpec, window: int, turns: bool) -> Iterator[Operator]:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1 and equations 37-47).
 
     The down-projections are small and held whole, each rank multiplying its own tokens; what is gathered for the
@@ -201,7 +212,7 @@ def _latent_attention(model: ModelSpec) -> Iterator[Operator]:
     yield Operator(Role.KEYS_NORM, Kind.NORM, low_kv, low_kv)
     yield Operator(Role.KEYS_UP, Kind.LINEAR, low_kv, pairs, bias=bias, carries=rotary)
     mixed, attended = Width(2 * (plain + rotary) + values, "heads", heads), Width(values, "heads", heads)
-    yield Operator(Role.CORE, Kind.ATTEND, mixed, attended)
+    yield Operator(Role.CORE, Kind.ATTEND, mixed, attended, window=window, turns=turns)
     yield _attention_output(model, attended)
 
 

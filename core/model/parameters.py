@@ -141,6 +141,9 @@ def operator_parameters(model: ModelSpec, operators: Iterable[Operator], prefix:
                     yield Parameter(f"{name}.bias", (operator.makes.size,), constant=0.0, decay=False)
             case Kind.LINEAR:
                 yield from _linear(model, operator, name)
+            case Kind.ATTEND if operator.sinks:
+                heads = model.num_heads, model.query_heads_per_group
+                yield Parameter(f"{name}.sinks", heads[:1], (0, "heads"), heads[1], init_std=INIT_STD, decay=False)
 
 
 def _linear(model: ModelSpec, operator: Operator, name: str) -> Iterator[Parameter]:

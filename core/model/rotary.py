@@ -20,14 +20,25 @@ from .model import ModelSpec
 
 
 def rotary_width(model: ModelSpec) -> int:
-    """Features of a head that turn."""
+    """Features of a head that rotary positions reach."""
     return model.qk_rope_head_dim if model.is_mla else model.head_dim
 
 
-def rotary_frequencies(model: ModelSpec, sequence: int) -> tuple[float, ...]:
-    """Radians by which each pair of a head turns a token, in sequences of so many tokens. One
-    per pair, fastest first."""
-    width, theta, factor = rotary_width(model), model.rope_theta, model.rope_factor
+def rotary_frequencies(model: ModelSpec, sequence: int, *, local: bool = False) -> tuple[float, ...]:
+    """Radians by which each pair of a head turns a token, in sequences of so many tokens. One per pair, fastest first;
+    pairs beyond `rope_dim` stand still. `local` are those of layers with a window, where the model has
+    `rope_local_theta`."""
+    width = model.rope_dim or rotary_width(model)
+    still = (0.0,) * ((rotary_width(model) - width) // 2)
+    return _turning(model, width, sequence, local=local) + still
+
+
+def _turning(model: ModelSpec, width: int, sequence: int, *, local: bool) -> tuple[float, ...]:
+    """The first of these, of `width` features that all turn."""
+    theta, factor = model.rope_theta, model.rope_factor
+    if local:
+        assert model.rope_local_theta is not None
+        return tuple(model.rope_local_theta ** (-2 * i / width) for i in range(width // 2))
     original = model.original_positions
     if model.rope_scaling == "dynamic":
         longer = max(sequence, original) / original
@@ -46,9 +57,9 @@ def rotary_frequencies(model: ModelSpec, sequence: int) -> tuple[float, ...]:
             return plain
 
 
-def rotary_growth(model: ModelSpec) -> float:
+def rotary_growth(model: ModelSpec, *, local: bool = False) -> float:
     """The factor on turned queries and keys (yarn, section 3.4, or what the model gives); 1 without one."""
-    if model.rope_scaling != "yarn":
+    if model.rope_scaling != "yarn" or local:
         return 1.0
     if model.rope_attention_factor is not None:
         return model.rope_attention_factor
@@ -60,9 +71,11 @@ def rotary_growth(model: ModelSpec) -> float:
 
 
 def attention_scale(model: ModelSpec) -> float:
-    """What scores are multiplied by before the softmax: 1/sqrt(head_dim), and with latent attention and yarn the square
-    of the growth over all dimensions (DeepSeek-V2, arXiv 2405.04434, section 3.1.4; transformers'
-    `DeepseekV3Attention.scaling`)."""
+    """What scores are multiplied by before the softmax: what the model gives, or 1/sqrt(head_dim), and with latent
+    attention and yarn the square of the growth over all dimensions (DeepSeek-V2, arXiv 2405.04434, section 3.1.4;
+    transformers' `DeepseekV3Attention.scaling`)."""
+    if model.attention_scale is not None:
+        return model.attention_scale
     growth = 1.0
     if model.is_mla and model.rope_scaling == "yarn" and model.rope_mscale_all_dim:
         growth = _yarn_growth(model.rope_factor, model.rope_mscale_all_dim)

@@ -3,6 +3,7 @@ keys and values between the others."""
 
 from __future__ import annotations
 
+from ..model.attention_kinds import shorter_window
 from ..model.operators import Operator, Width
 from .tensors import ID_BYTES, Tensors, returned_rows, sequences_are_cut
 from .work import PARTIAL_BYTES, Collective, CollectiveOp, Op, Operations, Product
@@ -33,7 +34,8 @@ def attention_core(tensors: Tensors, operator: Operator, layer: str) -> Op:
     else:  # of the scores, of the values, of queries and keys
         gradients = (Product(layer, q, s, v, count), Product(layer, q, v, s, count), Product(layer, q, d, s, 2 * count))
     gather = _keys_and_values(tensors, layer, "all_gather")
-    operands, result = _heads(tensors, layer, per_group * d + d + v), _heads(tensors, layer, per_group * v)
+    asked = per_group * (d + operator.sinks)  # queries, and with each the score of its head's sink
+    operands, result = _heads(tensors, layer, asked + d + v), _heads(tensors, layer, per_group * v)
     scores = Product(layer, q, s, d, count), Product(layer, q, v, s, count)
     return Op(
         layer,
@@ -41,6 +43,7 @@ def attention_core(tensors: Tensors, operator: Operator, layer: str) -> Op:
         forward=(*_documents(tensors, layer), *operands, *gather, *scores, *result),
         input_gradient=(*result, *gather, *gradients, *_keys_and_values(tensors, layer, "reduce_scatter"), *operands),
         weight_gradient=(),
+        window=shorter_window(operator.window, s),
     )
 
 

@@ -81,7 +81,8 @@ Operations = tuple[Operation, ...]
 class Op:
     """What one layer computes and sends for one microbatch on one rank.
 
-    `recomputed` are the operations that the plan's recompute mode repeats before the input gradient.
+    `recomputed` are the operations that the plan's recompute mode repeats before the input gradient. Of an attention
+    core with a `window` shorter than the sequences a query needs so many keys; products are over the full square.
     """
 
     layer: str
@@ -90,6 +91,7 @@ class Op:
     input_gradient: Operations
     weight_gradient: Operations
     recomputed: Operations = ()
+    window: int = 0
 
 
 def activation_bytes(dtype: str) -> int:

@@ -103,16 +103,21 @@ class BlockPricer:
     """Prices the blocks of one plan; `collective_s` gives the seconds of a collective of the pipeline rank in question.
 
     `sums_gradients` is False where weight gradients leave for their owners microbatch by microbatch,
-    and only shards are summed.
+    and only shards are summed. `window` is that of the attention of the block in question.
     """
 
     plan: Plan
     profile: Profile
     collective_s: Callable[[Collective], float]
     sums_gradients: bool = True
+    window: int = 0
 
     def block(self, works: tuple[Op, ...], pieces: Mapping[str, Traffic], *, recomputes_all: bool) -> Block:
         """The price of a block from the work of its layers and its memory-bound pieces."""
+        window = max((work.window for work in works), default=0)
+        return replace(self, window=window)._block(works, pieces, recomputes_all=recomputes_all)
+
+    def _block(self, works: tuple[Op, ...], pieces: Mapping[str, Traffic], *, recomputes_all: bool) -> Block:
         total = sum(pieces.values(), Traffic())
         forward = self._elementwise(total.forward_bytes, total.forward_kernels)
         backward = self._elementwise(total.backward_bytes, total.backward_kernels)
@@ -323,7 +328,7 @@ class BlockPricer:
             keys=plan.batch.sequence,
             qk_head_dim=model.head_dim,
             v_head_dim=model.value_head_dim,
-            window=model.window(plan.batch.sequence),
+            window=self.window,
         )
 
     def _elementwise(self, num_bytes: float, num_kernels: int) -> Part:

@@ -7,9 +7,10 @@ from dataclasses import astuple, dataclass
 from itertools import groupby
 
 from ...core.layout.stages import StageLayers
+from ...core.model.attention_kinds import shorter_window
 from ...core.model.blocks import Block, model_blocks, stage_blocks
 from ...core.model.model import ModelSpec
-from ...core.model.operators import Operator, layer_operators
+from ...core.model.operators import Kind, Operator, layer_operators
 from ...core.model.roles import Role
 from ...core.plan.plan import AnyPlan, Plan
 from ...core.program import recomputed_runs, recomputes_all, repeated_roles
@@ -31,6 +32,8 @@ def step_flops(plan: AnyPlan) -> StepFlops:
     """Products only, a backward counted as two forwards; of experts those that a token takes. The sum over the modules
     of a plan.
 
+    A layer with a window counts the keys that it holds, whatever the mask leaves of them.
+
     `model` generalises 72BLsh^2(1 + s/(6h) + V/(12hL)) of Korthikanti et al. 2022 (appendix A) to grouped heads, latent
     attention, gated MLPs, experts and multi-token prediction, and equals it where heads*head_dim = h, no grouping, ffn
     = 4h. `hardware` adds one forward of what is recomputed, attention counted in full.
@@ -42,13 +45,19 @@ def step_flops(plan: AnyPlan) -> StepFlops:
 def _part_flops(plan: Plan) -> StepFlops:
     model, tokens = plan.model, plan.batch.global_size * plan.batch.sequence
     blocks = [block for stage in plan.stages for block in _held(model, stage)]
-    core = core_flops_per_token(model, plan.batch.sequence) * sum(block.kind == "layer" for block in blocks)
-    linear = sum(flops_per_token(model, operators) * count for operators, count in _counted(blocks))
-    needed = 3.0 * tokens * (linear + core)
+    counted = list(_counted(blocks))
+    core, causal = (
+        sum(
+            core_flops_per_token(model, operators, plan.batch.sequence, causal=each) * count
+            for operators, count in counted
+        )
+        for each in (False, True)
+    )
+    linear = sum(flops_per_token(model, operators) * count for operators, count in counted)
     return StepFlops(
-        model=needed,
-        model_causal=needed - 1.5 * tokens * core,
-        hardware=needed + tokens * float(_recomputed_per_token(plan)),
+        model=3.0 * tokens * (linear + core),
+        model_causal=3.0 * tokens * (linear + causal),
+        hardware=3.0 * tokens * (linear + core) + tokens * _recomputed_per_token(plan),
     )
 
 
@@ -69,9 +78,15 @@ def layer_flops_per_token(model: ModelSpec, layer: int = 0) -> int:
     return flops_per_token(model, layer_operators(model, layer))
 
 
-def core_flops_per_token(model: ModelSpec, sequence: int) -> int:
-    """Forward FLOPs of the scores of one token against a whole sequence, and of their product with the values."""
-    return 2 * sequence * model.num_heads * (model.head_dim + model.value_head_dim)
+def core_flops_per_token(
+    model: ModelSpec, operators: Iterable[Operator], sequence: int, *, causal: bool = False
+) -> float:
+    """Forward FLOPs of the scores of one token against a whole sequence, or as many keys as a layer's window has, and
+    of their product with the values; 0 without attention. `causal` ones are those of the keys that a token sees in the
+    mean over a sequence of s: s/2, and of a window of w w(1 - w/2s)."""
+    width = 2 * model.num_heads * (model.head_dim + model.value_head_dim)
+    keys = [shorter_window(each.window, sequence) or sequence for each in operators if each.kind is Kind.ATTEND]
+    return sum(width * (number * (1 - number / (2 * sequence)) if causal else number) for number in keys)
 
 
 def _counted(blocks: Iterable[Block]) -> Iterator[tuple[tuple[Operator, ...], int]]:
@@ -80,17 +95,22 @@ def _counted(blocks: Iterable[Block]) -> Iterator[tuple[tuple[Operator, ...], in
         yield operators, sum(1 for _ in run)
 
 
-def _recomputed_per_token(plan: Plan) -> int:
+def _recomputed_per_token(plan: Plan) -> float:
     """Forward FLOPs per token that the backward pass repeats."""
     model = plan.model
-    core = core_flops_per_token(model, plan.batch.sequence)
+    sequence = plan.batch.sequence
     layers = [block for block in model_blocks(model) if block.kind == "layer"]
     if plan.recompute.mode == "full":
         runs = [run for stage in plan.stages for run in recomputed_runs(plan, stage.first_layer, stage.last_layer)]
         again = layers if recomputes_all(plan) else [layers[i] for lo, hi in runs for i in range(lo, hi)]
-        return sum((flops_per_token(model, operators) + core) * count for operators, count in _counted(again))
+        return sum(
+            (flops_per_token(model, operators) + core_flops_per_token(model, operators, sequence)) * count
+            for operators, count in _counted(again)
+        )
     repeated = repeated_roles(plan)
-    total = len(layers) * core if Role.CORE in repeated else 0
+    total = 0.0
+    if Role.CORE in repeated:
+        total += sum(core_flops_per_token(model, each.operators, sequence) for each in layers)
     every_second = plan.recompute.mode == "selective" and PROFILES[plan.runtime.profile].selective_operators
     for operators, count in _counted(layers):
         if every_second:

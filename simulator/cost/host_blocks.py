@@ -269,7 +269,7 @@ class _Kernels:
                 case Kind.LINEAR if operator.bias:
                     yield "add_", self._made(operator), 1
                 case Kind.ATTEND:
-                    yield from self._attention()
+                    yield from self._attention(operator)
                 case Kind.ACTIVATE:
                     yield from self._activation()
                 case Kind.CROSS_ENTROPY:
@@ -291,7 +291,7 @@ class _Kernels:
                 case Kind.NORM:
                     yield from self._norm_backward()
                 case Kind.ATTEND:
-                    yield from self._attention_backward()
+                    yield from self._attention_backward(operator)
                 case Kind.ACTIVATE:
                     yield from self._activation_backward()
                 case Kind.CROSS_ENTROPY:
@@ -351,11 +351,11 @@ class _Kernels:
             return [("add", self.hidden, 3), ("token_sum", self.hidden, 2), ("add_", h, 2 * self.sums)]
         return [("layer_norm_backward", self.hidden, 1), ("add", self.tokens, 1), ("add_", h, self.sums)]
 
-    def _attention(self) -> Iterator[tuple[str, float, float]]:
+    def _attention(self, core: Operator) -> Iterator[tuple[str, float, float]]:
         """Queries, keys and values taken apart, turned where they lie or made contiguous; repeated; the core and
         its heads side by side."""
         model = self.model
-        if model.position == "rope":
+        if core.turns:
             yield from [("rotate", self.queries, 1), ("rotate", self.keys, 1), ("transpose", self.keys, 1)]
         else:
             yield from [("transpose", self.queries, 2), ("transpose", self.keys, 2)]
@@ -363,12 +363,12 @@ class _Kernels:
             yield "repeat", self.queries, 2
         yield from self._core("attention")
 
-    def _attention_backward(self) -> Iterator[tuple[str, float, float]]:
+    def _attention_backward(self, core: Operator) -> Iterator[tuple[str, float, float]]:
         model = self.model
         yield from self._core("attention_backward")
         if model.query_heads_per_group > 1:
             yield from [("transpose", self.keys, 2), ("add_", self.keys, 2.0 * (model.query_heads_per_group - 1))]
-        if model.position == "rope":
+        if core.turns:
             yield from [
                 ("rotate_backward", self.queries, 1),
                 ("rotate_backward", self.keys, 1),

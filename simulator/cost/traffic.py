@@ -208,11 +208,12 @@ def _attention(plan: Plan, profile: Profile, by_role: Mapping[Role, Operator]) -
         return Traffic(
             2 * (queries + keys) + 2 * latent, 6, 2 * (queries + keys) + 3 * latent + 2 * (queries + keys), 8
         )
-    stepped = profile.scaled_rotation_in_steps and model.position == "rope" and rotary_growth(model) != 1
-    eager = stepped or (model.position == "rope" and not profile.fused_elementwise)
+    turns = by_role[Role.CORE].turns
+    stepped = profile.scaled_rotation_in_steps and turns and rotary_growth(model) != 1
+    eager = stepped or (turns and not profile.fused_elementwise)
     rotation = STEPPED_ROTATION if stepped else EAGER_ROTATION
     extra = rotation.times(rotated / sizes.element) if eager else Traffic()
-    passes = int(model.position == "rope" and not eager) + int(model.qk_norm)
+    passes = int(turns and not eager) + int(model.qk_norm)
     copied = 0.0 if profile.fused_attention else 2 * values
     biased = queries + keys if model.bias else 0.0
     biased += sizes.hidden_bytes if model.bias or model.attention_output_bias else 0.0

@@ -154,6 +154,9 @@ def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
         weight_input_bytes=hidden,
         weight_gradient_bytes=logits,
     )
+    if tensors.plan.model.logit_softcap:  # whose backward needs what came of it; ours keeps that in fp32
+        capped = elements * (STATISTIC_BYTES if tensors.profile.counted_masks else tensors.element)
+        yield Node("head.cap", capped, logits, forward_bytes=2 * capped)
     if in_place:
         # the gradient lies where the logits did
         yield Node("head.loss", logits, logits, forward_bytes=rows, backward_bytes=-logits)
@@ -226,41 +229,46 @@ def _attention(tensors: LayerTensors, operators: Sequence[Operator]) -> Iterator
             has_norm=norm is not None,
         )
     mixed = tensors.queries + tensors.keys + tensors.values
+    core = next(each for each in operators if each.kind is Kind.ATTEND)
     if down:
         yield Node("attention.rotary", 0, heads, hidden + tensors.queries, forward_bytes=heads)
-        yield from _core(tensors, mixed, up=mixed)
+        yield from _core(tensors, core, mixed, up=mixed)
         return
-    rotates, eager = tensors.plan.model.position == "rope", tensors.profile.eager
+    rotates, eager = core.turns, tensors.profile.eager
     makes_tables = rotates and eager and (tensors.plan.train.packed or not tensors.profile.stores_tables)
     tables = rotary_table_bytes(tensors.plan) if makes_tables else 0
     rotated = tensors.queries + tensors.keys if rotates else 0
     yield Node("attention.rotary", tables, mixed, hidden, forward_bytes=mixed + rotated)
     # keys and values repeated for every query head
-    yield from _core(tensors, tensors.queries * 3 if eager and not tensors.attends_by_blocks else mixed)
+    yield from _core(tensors, core, tensors.queries * 3 if eager and not tensors.attends_by_blocks(core) else mixed)
 
 
 def _is_linear(operator: Operator) -> bool:
     return operator.kind is Kind.LINEAR
 
 
-def _core(tensors: LayerTensors, mixed: int, *, up: int = 0) -> Iterator[Node]:
+def _core(tensors: LayerTensors, core: Operator, mixed: int, *, up: int = 0) -> Iterator[Node]:
     """The attention core, which keeps its operands, and the output product, whose input is the core's output. `up` of
     the operands come from up-projections of low-rank vectors."""
     hidden, attended = tensors.hidden, tensors.attended
+    if core.sinks and tensors.profile.counted_masks:  # their scores lie behind the queries
+        mixed += tensors.tokens * tensors.heads * tensors.element
     scores = tensors.tokens * tensors.plan.batch.sequence * tensors.heads
     if tensors.profile.fused_attention:
         rows = STATISTIC_BYTES * tensors.tokens * tensors.heads
         dropped, work = rows, (0, _kernel_sums(tensors) + rows)
-    elif tensors.profile.counted_masks and tensors.plan.model.attention_dropout:
+    elif tensors.num_written:
         pairs = tensors.plan.batch.micro_size * tensors.heads * tensors.attended_pairs
-        dropped, work = pairs * STATISTIC_BYTES, (scores * STATISTIC_BYTES, 2 * scores * STATISTIC_BYTES)
+        shares = tensors.tokens * tensors.heads if core.sinks else 0  # what of the probabilities goes to sinks
+        dropped = (tensors.num_written * pairs + shares) * STATISTIC_BYTES
+        work = scores * STATISTIC_BYTES, 2 * scores * STATISTIC_BYTES
     else:
         dropped = scores * (2 * tensors.element + MASK_BYTES if tensors.profile.dropout else tensors.element)
         work = (scores * tensors.element, 2 * scores * tensors.element)
-    if tensors.attends_by_blocks and tensors.plan.numerics.mode == "exact":  # the result in fp32
+    if tensors.attends_by_blocks(core) and tensors.plan.numerics.mode == "exact":  # the result in fp32
         dropped += attended * STATISTIC_BYTES // tensors.element - attended
     # the output product keeps a copy of its own
-    copied = attended if tensors.profile.eager and not tensors.attends_by_token else 0
+    copied = attended if tensors.profile.eager and not tensors.attends_by_token(core) else 0
     yield Node(
         "attention.core",
         mixed + attended + dropped,

@@ -18,7 +18,7 @@ from ...core.program import Group, Held, held_elements, held_gradients, num_shar
 from ...core.program.buckets import sums_are_sharded
 from ...core.program.offload import MASTER_BYTES, MOMENT_BYTES
 from ..stack.memory_profile import MemoryProfile
-from .tensors import LayerTensors, rotary_table_bytes
+from .tensors import LayerTensors, num_rotary_tables, rotary_table_bytes
 
 TOKEN_BYTES = 8
 """An id of a token: int64."""
@@ -99,7 +99,7 @@ def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *
     contents = [plan.stages[stage] for stage in stages]
     total = 0
     if profile.stores_tables and plan.model.position == "rope" and not plan.train.packed:
-        total += rotary_table_bytes(plan) * sum(bool(len(content.layers)) for content in contents)
+        total += rotary_table_bytes(plan) * sum(num_rotary_tables(plan.model, content.layers) for content in contents)
     if any(max(num_shards(plan, stage)) > 1 for stage in stages):
         layer = max((_unit_elements(plan, stage) for stage in stages), default=0)
         total += LAYERS_IN_FLIGHT * layer * weight_bytes(plan.precision.dtype) if gathers else 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from ...core.layout.chunks import Chunks
-from ...core.model.operators import Width
+from ...core.model.attention_kinds import has_altered_softmax, layer_turns, rope_is_local, shorter_window
+from ...core.model.model import ModelSpec
+from ...core.model.operators import Operator, Width
 from ...core.model.rotary import rotary_width
 from ...core.plan.plan import Plan
 from ...core.program.tensors import Tensors
@@ -25,6 +28,11 @@ INDEX_BYTES = 8
 def rotary_table_bytes(plan: Plan) -> int:
     """cos and sin of a sequence's positions on a context-parallel rank, fp32."""
     return 2 * plan.batch.sequence // plan.layout.cp * rotary_width(plan.model) * STATISTIC_BYTES
+
+
+def num_rotary_tables(model: ModelSpec, layers: Iterable[int]) -> int:
+    """How many of these some layers need: one for each base of theirs."""
+    return len({rope_is_local(model, layer) for layer in layers if layer_turns(model, layer)})
 
 
 @dataclass(frozen=True)
@@ -111,20 +119,24 @@ class LayerTensors:
         return self.tokens * self.heads * self.plan.model.value_head_dim * self.element
 
     @cached_property
-    def attends_by_blocks(self) -> bool:
-        """Our own core works on blocks of queries wherever one causal call of the library does not do it all."""
-        if not self.profile.counted_masks:
-            return False
+    def num_written(self) -> int:
+        """Squares of scores that our own core keeps in fp32 where the library's kernels do not compute it
+        (`backend.model.written_attention`): the probabilities, and the capped scores."""
         model = self.plan.model
-        return len(self._query_blocks) > 1 or model.attention_dropout > 0 or model.window(self.plan.batch.sequence) > 0
+        written = self.profile.counted_masks and has_altered_softmax(model)
+        return 1 + (model.attention_softcap > 0) if written else 0
 
-    @cached_property
-    def attends_by_token(self) -> bool:
+    def attends_by_blocks(self, core: Operator) -> bool:
+        """Our own core works on blocks of queries wherever one causal call of the library does not do it all."""
+        windowed = shorter_window(core.window, self.plan.batch.sequence) > 0
+        return self.profile.counted_masks and (len(self._query_blocks) > 1 or self.num_written > 0 or windowed)
+
+    def attends_by_token(self, core: Operator) -> bool:
         """Whether our own core takes and gives the heads of a token one after the other, so that the output product
         needs no copy (`backend.model.attention`)."""
         model, fast = self.plan.model, self.profile.counted_masks and self.plan.numerics.mode == "fast"
-        turned = model.position == "rope" and not model.qk_norm and not model.is_mla
-        return fast and turned and not self.plan.train.packed and not self.attends_by_blocks
+        turned = core.turns and not model.qk_norm and not model.is_mla
+        return fast and turned and not self.plan.train.packed and not self.attends_by_blocks(core)
 
     @cached_property
     def attended_pairs(self) -> int:

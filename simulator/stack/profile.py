@@ -160,8 +160,8 @@ class Profile:
     fused_attention: bool = True
     """One kernel keeps scores out of memory and skips the masked half."""
 
-    unfuses_attention_dropout: bool = False
-    """Attention whose probabilities pass a dropout is not fused."""
+    unfuses_altered_softmax: bool = False
+    """Attention whose probabilities pass a dropout, or whose scores are capped or share with sinks, is not fused."""
 
     attention_kernel: AttentionKernel = "best"
 

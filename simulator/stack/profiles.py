@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from ...core.model.attention_kinds import has_altered_softmax
 from ...core.plan.plan import Plan
 from ...core.plan.sections import DataParallel, Precision, Runtime
 from ...core.schedule import CATALOG
@@ -28,7 +29,7 @@ _OWN = Profile(
     overlaps_in_pairs="asked",
     reduces_by_program=True,
     fuses_fast_gradients=True,  # backend/numerics/token_product.py
-    unfuses_attention_dropout=True,  # backend/tensor_parallel/dropout.py
+    unfuses_altered_softmax=True,  # backend/model/written_attention.py
     host_kernels_counted=True,
     memory=MemoryProfile(  # backend/model, backend/tensor_parallel
         eager=True,
@@ -58,7 +59,7 @@ def profile_of(plan: Plan) -> Profile:
         plan.precision,
         plan.layout.vpp,
         bool(model.hidden_dropout or model.attention_dropout),
-        model.attention_dropout > 0,
+        has_altered_softmax(model),
         plan.cluster.collective_library != "nccl",
         plan.numerics.mode == "fast",
     )
@@ -76,7 +77,7 @@ def _resolved(
     precision: Precision,
     vpp: int,
     dropout: bool,
-    attention_dropout: bool,
+    altered_softmax: bool,
     on_cpus: bool,
     fast: bool,
 ) -> Profile:
@@ -85,8 +86,9 @@ def _resolved(
     if fast and stack.fuses_fast_gradients:
         profile = replace(profile, fused_gradients=True)
     if dropout:
-        unfused = stack.unfuses_attention_dropout and attention_dropout
-        profile = replace(profile, dropout=True, fused_attention=profile.fused_attention and not unfused)
+        profile = replace(profile, dropout=True)
+    if altered_softmax and stack.unfuses_altered_softmax:
+        profile = replace(profile, fused_attention=False)
     return replace(profile, memory=_memory(profile, runtime.fused_loss, precision.dtype, on_cpus=on_cpus))
 
 

@@ -55,6 +55,22 @@ LATENT: Mapping[str, Any] = {
     "v_head_dim": 4,
     "head_dim": 6,
 }
+CAPPED: Mapping[str, Any] = {
+    "sliding_window": 5,
+    "window_layers": (1, 0),
+    "rope_local_theta": 100.0,
+    "attention_scale": 0.7,
+    "attention_softcap": 1.5,
+    "logit_softcap": 0.4,
+}
+"""As Gemma's layers, with caps that these models' scores and logits reach."""
+SINKS: Mapping[str, Any] = {
+    "sliding_window": 3,
+    "window_layers": (0, 1),
+    "attention_sinks": True,
+    "rope_layers": (1, 1, 0),
+    "rope_dim": 2,
+}
 MIXTURE: Mapping[str, Any] = {"experts_per_token": 2, "first_dense_layers": 1}
 GROUPS: Mapping[str, Any] = {"num_router_groups": 2, "router_groups_per_token": 1}
 FACTORS: Mapping[str, Any] = {"embedding_multiplier": 5.5, "residual_multiplier": 0.3, "logit_multiplier": 0.25}
@@ -101,6 +117,8 @@ class Problem:
             ("packed", "yes" if self.train.get("packed") else "no"),
             ("mtp", "yes" if self.model.get("num_mtp_layers") else "no"),
             ("qk_norm", "yes" if self.model.get("qk_norm") else "no"),
+            ("windows", "by layer" if self.model.get("window_layers") else "none"),
+            ("scores", _scores(self.model)),
             ("block", "parallel" if self.model.get("parallel_block") else "in turn"),
             ("norms", "behind too" if self.model.get("post_norms") else "before"),
             ("capacity", "yes" if self.model.get("expert_capacity_factor") else "no"),
@@ -163,6 +181,11 @@ class Problem:
         }
 
 
+def _scores(model: Mapping[str, Any]) -> str:
+    """What attention makes of its scores besides a softmax."""
+    return "capped" if model.get("attention_softcap") else "with sinks" if model.get("attention_sinks") else "plain"
+
+
 _OPTIMIZER = Optimizer(clip_grad_norm=CLIP_GRAD_NORM)
 
 
@@ -206,6 +229,8 @@ PROBLEMS: Mapping[str, Problem] = {
         ),
         Problem("qwen2", "gqa", {"qkv_bias": True, "tied_embeddings": True}, dtype="bf16"),
         Problem("qwen3", "gqa", {"qk_norm": True}),
+        Problem("capped", "gqa", {**CAPPED, "tied_embeddings": True, "activation": "geglu"}),
+        Problem("sinks", "gqa", {**SINKS, "qkv_bias": True}, dtype="bf16"),
         Problem("mla", "mla", {**LATENT, "q_lora_rank": 8, "tied_embeddings": True}, dropout=0.1),
         Problem(
             "mla-bf16",

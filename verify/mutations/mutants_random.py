@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...backend.gradients import parameter
 from ...backend.model import block, transformer
-from ...backend.model.attention_blocks import DropoutKernel
+from ...backend.model.written_attention import WrittenKernel
 from ...backend.tensor_parallel import LayerContext, dropout, recompute
 from ...core.plan.sections import Recompute
 from ..ledger.ledger import ACTIVATION, RECOMPUTED, WEIGHT
@@ -81,7 +81,7 @@ def counts_layers_of_its_stage(patches: Patches) -> None:
 
         return mask
 
-    patches.replace(DropoutKernel, "_dropped", dropped)
+    patches.replace(WrittenKernel, "_dropped", dropped)
 
 
 def counts_heads_of_its_own(patches: Patches) -> None:
@@ -95,7 +95,7 @@ def counts_heads_of_its_own(patches: Patches) -> None:
 
         return mask
 
-    patches.replace(DropoutKernel, "_dropped", dropped)
+    patches.replace(WrittenKernel, "_dropped", dropped)
 
 
 def draws_again(patches: Patches) -> None:

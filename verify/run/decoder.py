@@ -9,7 +9,7 @@ Shape suffixes: S tokens of the sequence, H hidden, N heads, D features of a hea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -98,7 +98,7 @@ class Decoder:
         prefix, model = layer_prefix(layer), self.model
         attention = self._latent_attention if model.is_mla else self._attention
         taken_SH = self._normed(f"{prefix}.attention.norm", x_SH) if model.pre_norms else x_SH
-        attended_SH = self.shown(f"{prefix}.attention", attention(f"{prefix}.attention", taken_SH))
+        attended_SH = self.shown(f"{prefix}.attention", attention(f"{prefix}.attention", taken_SH, layer))
         x_SH = self.stored(self._added(x_SH, f"{prefix}.attention", attended_SH))
         if not model.parallel_block:
             taken_SH = self._normed(f"{prefix}.mlp.norm", x_SH) if model.pre_norms else x_SH
@@ -138,7 +138,7 @@ class Decoder:
         """Rows of the token table as they enter the model."""
         return self.stored(self.weight(TOKEN_TABLE)[ids] * self.model.embedding_multiplier)
 
-    def _attention(self, prefix: str, x_SH: Array) -> Array:
+    def _attention(self, prefix: str, x_SH: Array, layer: int) -> Array:
         """Vaswani et al. 2017, section 3.2; query heads share keys and values in groups (Ainslie et al. 2023, arXiv
         2305.13245)."""
         model, queries = self.model, self.model.query_heads_per_group
@@ -147,14 +147,14 @@ class Decoder:
         q, k, v = groups[:, :, :queries], groups[:, :, queries : queries + 1], groups[:, :, queries + 1 :]
         if model.qk_norm:
             q, k = self.norm(f"{prefix}.query_norm", q), self.norm(f"{prefix}.key_norm", k)
-        if model.position == "rope":
-            q, k = self._turned(q), self._turned(k)
+        if model.position == "rope" and _has(model.rope_layers, layer):
+            q, k = self._turned(q, layer), self._turned(k, layer)
         k, v = (library(x_SH).broadcast_to(part, q.shape) for part in (k, v))
         q, k, v = (part.reshape(len(x_SH), model.num_heads, model.head_dim) for part in (q, k, v))
         biased = model.bias or model.attention_output_bias
-        return self._linear(f"{prefix}.output", self._attended(prefix, q, k, v), bias=biased)
+        return self._linear(f"{prefix}.output", self._attended(prefix, q, k, v, layer), bias=biased)
 
-    def _latent_attention(self, prefix: str, x_SH: Array) -> Array:
+    def _latent_attention(self, prefix: str, x_SH: Array, layer: int) -> Array:
         """DeepSeek-V2, arXiv 2405.04434, equations 37-47."""
         model, plain, joined = self.model, self.model.qk_nope_head_dim, library(x_SH).concatenate
         if model.q_lora_rank:
@@ -166,36 +166,44 @@ class Decoder:
         down = self._linear(f"{prefix}.kv_down", x_SH)
         latent = self.norm(f"{prefix}.kv_norm", down[:, : model.kv_lora_rank])
         pairs = self._linear(f"{prefix}.kv_up", latent).reshape(len(x_SH), model.num_heads, -1)
-        q_SND = joined([q_SND[..., :plain], self._turned(q_SND[..., plain:])], -1)
-        shared = self._turned(down[:, None, model.kv_lora_rank :])
+        q_SND = joined([q_SND[..., :plain], self._turned(q_SND[..., plain:], layer)], -1)
+        shared = self._turned(down[:, None, model.kv_lora_rank :], layer)
         turned = library(x_SH).broadcast_to(shared, (*q_SND.shape[:2], model.qk_rope_head_dim))
         k_SND = joined([pairs[..., :plain], turned], -1)
         biased = model.bias or model.attention_output_bias
-        return self._linear(f"{prefix}.output", self._attended(prefix, q_SND, k_SND, pairs[..., plain:]), bias=biased)
+        return self._linear(
+            f"{prefix}.output", self._attended(prefix, q_SND, k_SND, pairs[..., plain:], layer), bias=biased
+        )
 
-    def _turned(self, x: Array) -> Array:
+    def _turned(self, x: Array, layer: int) -> Array:
         """[S, ..., D] with the pairs (i, i + D/2) turned by their positions (Su et al. 2021, arXiv 2104.09864, equation
         34)."""
-        frequencies, growth = (
-            np.array(rotary_frequencies(self.model, self.plan.batch.sequence)),
-            rotary_growth(self.model),
-        )
+        model = self.model
+        local = model.rope_local_theta is not None and _has(model.window_layers, layer)
+        frequencies = np.array(rotary_frequencies(model, self.plan.batch.sequence, local=local))
+        growth = rotary_growth(model, local=local)
         angles = (self.positions[:, None] * frequencies).reshape(len(x), *[1] * (x.ndim - 2), -1)
         cos, sin = same_kind(x, np.cos(angles) * growth), same_kind(x, np.sin(angles) * growth)
         first, second = x[..., : len(frequencies)], x[..., len(frequencies) :]
         return self.stored(library(x).concatenate([first * cos - second * sin, first * sin + second * cos], -1))
 
-    def _attended(self, prefix: str, q_SND: Array, k_SND: Array, v_SND: Array) -> Array:
-        """[S, N D]: each token sees those of its document up to itself, as far as the model's window reaches."""
+    def _attended(self, prefix: str, q_SND: Array, k_SND: Array, v_SND: Array, layer: int) -> Array:
+        """[S, N D]: each token sees those of its document up to itself, as far as the layer's window reaches. A sink
+        takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925, section 2.2)."""
         keys, queries = np.arange(len(q_SND)), np.arange(len(q_SND))[:, None]
-        window, documents = self.model.sliding_window, self.inputs.documents
+        model, documents = self.model, self.inputs.documents
+        window = model.sliding_window if _has(model.window_layers, layer) else 0
         seen = (keys <= queries) & ((keys > queries - window) if window else True)
         if documents is not None:
             seen &= keys >= documents[:, None]
         visible, found = same_kind(q_SND, seen), []
         for head in range(q_SND.shape[1]):
-            scores = self.single(q_SND[:, head] @ k_SND[:, head].T * attention_scale(self.model))
-            shares = self.single(softmax(library(q_SND).where(visible, scores, -math.inf)))
+            scores = self.single(q_SND[:, head] @ k_SND[:, head].T * attention_scale(model))
+            scores = library(q_SND).where(visible, _capped(scores, model.attention_softcap), -math.inf)
+            if model.attention_sinks:
+                sinks = library(q_SND).broadcast_to(self.weight(f"{prefix}.core.sinks")[head], (len(keys), 1))
+                scores = library(q_SND).concatenate([scores, sinks], -1)
+            shares = self.single(softmax(scores))[:, : len(keys)]
             found.append(self._probabilities_dropped(prefix, head, shares) @ v_SND[:, head])
         return self.stored(library(q_SND).concatenate(found, -1))
 
@@ -307,7 +315,8 @@ class Decoder:
         """[S, V]: scores of the ids of the vocabulary."""
         table = self.weight(TOKEN_TABLE if self.model.tied_embeddings else "head.output.weight")
         normed_SH = self.stored(normed_SH * self.model.logit_multiplier)
-        return (normed_SH @ table.T)[:, : self.model.vocab_size - self.model.padding_rows]
+        logits = (normed_SH @ table.T)[:, : self.model.vocab_size - self.model.padding_rows]
+        return _capped(logits, self.model.logit_softcap)
 
     def _losses(self, normed_SH: Array, targets_S: np.ndarray) -> Array:
         """[S]: cross-entropy with the plan's label smoothing over the ids of the vocabulary and its z-loss; 0 where
@@ -337,3 +346,13 @@ class Decoder:
             normed_SH = self.norm(f"{prefix}.norm", self.layer(self.model.num_layers + depth, x_SH))
             found.append(self.shown(f"{prefix}.losses", self._losses(normed_SH, later[:, depth])))
         return found
+
+
+def _has(pattern: Sequence[int], layer: int) -> bool:
+    """Whether a list of 1 and 0, repeated over the layers, has 1 for this one; an empty one has it for all."""
+    return not pattern or pattern[layer % len(pattern)] == 1
+
+
+def _capped(x: Array, cap: float) -> Array:
+    """c tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2); x where c is 0."""
+    return cap * library(x).tanh(x / cap) if cap else x

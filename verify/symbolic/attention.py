@@ -11,7 +11,7 @@ from ...core.layout.stage_parameters import Usage
 from ...core.model.parameters import Parameter
 from ...core.program import Operations, Product
 from .expressions import apply
-from .layers import Linear, Phase, Ranks, check_shape
+from .layers import Linear, Phase, Ranks, check_shape, vector_gradient
 from .parts import (
     LayerHalf,
     OperationsOf,
@@ -99,7 +99,7 @@ class Attention(LayerHalf):
 
 
 class GroupedAttention(Attention):
-    """Query heads that share key and value heads, normed where the model norms them."""
+    """Query heads that share key and value heads, normed where the model norms them, and the scores of sinks."""
 
     layers = ("attention.qkv", "attention.core", "attention.output")
 
@@ -107,11 +107,15 @@ class GroupedAttention(Attention):
         super().__init__(ranks, prefix, parameters, operations)
         self.qkv, self.output = self._linear("attention.qkv"), self._linear("attention.output")
         self.norms = [*self._norm("attention.query_norm"), *self._norm("attention.key_norm")]
+        self.sinks = parameters.get("attention.core.sinks")
 
     def forward(self, x: list[Part], phase: Phase) -> list[Part]:
         saved = self.saved
         saved["x"], saved["qkv"] = x, self._apply("attention.qkv", self.qkv, x, phase)
-        saved["heads"] = normed(self.norms, saved["qkv"]) if self.norms else saved["qkv"]
+        heads = normed(self.norms, saved["qkv"]) if self.norms else saved["qkv"]
+        if self.sinks is not None:
+            heads = [replace(part, value=apply("sinks", part.value, self.sinks.name)) for part in heads]
+        saved["heads"] = heads
         saved["core"] = self._core(saved["heads"], phase)
         return self._apply("attention.output", self.output, saved["core"], phase)
 
@@ -122,6 +126,9 @@ class GroupedAttention(Attention):
     def backward(self, dy: list[Part]) -> list[Part]:
         saved = self.saved
         dheads = self._core_backward(self._back("attention.output", self.output, dy, saved["core"]), saved["heads"])
+        if self.sinks is not None:
+            usage = Usage(self.sinks)
+            self.gradients[usage.key] = vector_gradient(self.ranks, usage, dheads, dheads)
         for parameter in self.norms:
             usage = Usage(parameter)
             self.gradients[usage.key] = head_gradient(self.ranks, usage, dheads, saved["qkv"])

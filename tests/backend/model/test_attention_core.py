@@ -70,7 +70,7 @@ def attend(transport, job) -> list[torch.Tensor]:
     own = None if documents is None else context_part(documents, cp.size, cp.rank)
     given = [each.clone().requires_grad_() for each in (q, k, v)]
     with context.running(Microbatch(0, FIRST_SAMPLE, ids, ids, 7, documents=own)):
-        y = AttentionCore(context, "core", scale=scale)(*given)
+        y = AttentionCore(context, "core", 0, scale=scale)(*given)
         y.backward(dy)
     return [y.detach(), *(each.grad for each in given)]
 

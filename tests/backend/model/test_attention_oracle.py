@@ -285,7 +285,7 @@ def test_a_window_far_behind_the_first_keys_has_no_empty_softmax(window):
         with context.running(
             Microbatch(0, 0, torch.zeros(1, 1200, dtype=torch.int64), torch.zeros(1, 1200, dtype=torch.int64))
         ):
-            return AttentionCore(context, "core")(q, k, v)
+            return AttentionCore(context, "core", 0)(q, k, v)
 
     y = run_threads(MemoryWorld(1, timeout_s=60), run, None)[0]
     found = torch.autograd.grad(y, (q, k, v), torch.ones_like(y))

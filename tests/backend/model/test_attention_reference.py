@@ -39,7 +39,7 @@ def core_of(
     context = LayerContext(
         chosen, tp=transport.group("tp", "tp", [0]), numerics=make_numerics(chosen), recorder=transport.recorder
     )
-    return AttentionCore(context, "core"), context
+    return AttentionCore(context, "core", 0), context
 
 
 def documents_of(lengths: list[list[int]]) -> Tensor:

@@ -131,6 +131,55 @@ MODELS = {
             "max_window_layers": 0,
         },
     ),
+    "qwen2-windows-later": (
+        "Qwen2ForCausalLM",
+        transformers.Qwen2Config,
+        {**ROTARY, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "ministral": (
+        "MinistralForCausalLM",
+        transformers.MinistralConfig,
+        {**ROTARY, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        transformers.Ministral3Config,
+        {
+            **ROTARY,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.0,
+            },
+        },
+    ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        transformers.Phi3Config,
+        {
+            **{key: value for key, value in ROTARY.items() if key != "head_dim"},
+            "hidden_size": 96,
+            "sliding_window": 9,
+            "pad_token_id": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        transformers.SmolLM3Config,
+        {
+            **ROTARY,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "pad_token_id": None,
+        },
+    ),
     "qwen3": ("Qwen3ForCausalLM", transformers.Qwen3Config, ROTARY),
     "mixtral": (
         "MixtralForCausalLM",

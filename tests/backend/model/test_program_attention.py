@@ -3,6 +3,8 @@ what `core.program` says."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from helpers.plans import plan
@@ -46,6 +48,7 @@ WIDE = ModelSpec(
     bias=True,
     norm="layernorm",
 )
+SINKS = replace(HEADS, name="sinks", num_heads=8, num_kv_heads=4, attention_sinks=True, logit_softcap=0.5)
 AHEAD = ModelSpec("ahead", 2, 32, 48, 4, 2, 8, 256, 32, num_mtp_layers=2)
 TIED = ModelSpec(
     "tied",
@@ -96,6 +99,7 @@ LAYOUTS = [
         {"dtype": "bf16", "schedule": ScheduleChoice("ZBH1")},
         id="tied-bf16",
     ),
+    pytest.param(SINKS, Layout(cp=4, cp_inner=2), {"sequence": 64, "dtype": "bf16"}, id="sinks-heads-exchanged"),
     pytest.param(LATENT, Layout(pp=2, dp=2), {"recompute": UP}, id="latent-up-projections-again"),
 ]
 

@@ -119,7 +119,7 @@ def test_attention_with_dropout_is_torchs_with_the_same_mask():
     q, k, v, dy = (torch.randn(2, 6, 24, 8, generator=generator) for _ in range(4))
     ours = [x.clone().requires_grad_() for x in (q, k, v)]
     with context.running(microbatch(2)):
-        y = AttentionCore(context, "core")(*ours)
+        y = AttentionCore(context, "core", 0)(*ours)
         y.backward(dy)
     index = torch.arange(2 * 6 * 24 * 24, 4 * 6 * 24 * 24).view(2, 6, 24, 24)
     mask = dropout_mask(plan.train.seed, "core", 5, index, 0.3).double()

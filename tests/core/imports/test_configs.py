@@ -88,6 +88,12 @@ PLANS: dict[str, tuple[int | None, str, dict[str, Any]]] = {
         {"runtime.profile": "megatron-fsdp", "layout.zero": 3, "layout.ep": 8, "model.first_dense_layers": 2}
         | {"model.num_shared_experts": 2, "precision.dtype": "fp8", "runtime.dispatch_once": True},
     ),
+    "bridge_windows.yaml": (
+        8,
+        "",
+        {"model.sliding_window": 128, "model.window_layers": (1, 0), "model.rope_layers": (1, 1, 1, 0)}
+        | {"model.rope_dim": 32, "model.attention_sinks": True, "model.attention_scale": 0.25},
+    ),
     "deepspeed_zero3.json": (
         8,
         "",

@@ -180,8 +180,15 @@ BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 51
         ("--sequence-parallel", "no-effect", None, "tensor parallelism is 1"),
         ("--num-query-groups 2", "no-effect", None, "nothing else that is given makes it count"),
         ("--lr-decay-style cosine", "not-modelled", None, "learning rate"),
-        ("--rotary-percent 1.0", "no-effect", None, "default"),
-        ("--rotary-percent 0.5", "not-modelled", None, "numbers"),
+        ("--rotary-percent 1.0 --position-embedding-type rope", "no-effect", None, "default"),
+        ("--rotary-percent 0.5", "no-effect", None, "makes it count"),
+        ("--rotary-percent 0.5 --position-embedding-type rope", "mapped", "model.rope_dim", ""),
+        ("--no-rope-freq 4 --position-embedding-type rope", "mapped", "model.rope_layers", ""),
+        ("--no-rope-freq [1,0] --position-embedding-type rope", "refused", "model.rope_layers", "one for each layer"),
+        ("--window-attn-skip-freq 2", "no-effect", None, "makes it count"),
+        ("--window-attn-skip-freq 2 --window-size 127,0", "mapped", "model.window_layers", ""),
+        ("--softmax-type vanilla", "no-effect", None, "default"),
+        ("--softmax-type off-by-one", "refused", "model.attention_sinks", "learnable"),
         ("--save $WHERE", "no-effect", None, "checkpoints"),
         ("--position-embedding-type alibi", "refused", "model.position", "learned and rotary"),
         ("--optimizer sgd", "refused", "optimizer.name", "AdamW"),
@@ -277,6 +284,16 @@ def test_a_plan_is_no_script(path):
 ALWAYS_LOST = {"model.name", "cluster.preset"}
 
 
+def test_layers_that_are_otherwise_are_counted_as_megatron_counts_them():
+    words = "--position-embedding-type rope --rotary-percent 0.25 --window-size 127,0 --softmax-type learnable "
+    fields = {}
+    for flags in ("--no-rope-freq 4 --window-attn-skip-freq 2", "--no-rope-freq '([0]*3+[1])*2'"):
+        values = imported(BASE + words + flags, num_devices=8).values["model"]
+        fields |= {name: values[name].value for name in values if name.startswith(("rope_", "window", "attention_s"))}
+    assert fields["rope_layers"] == [1, 1, 1, 0] and fields["window_layers"] == [1, 0]
+    assert fields["rope_dim"] == 16 and fields["attention_sinks"] is True
+
+
 @st.composite
 def plans(draw) -> Plan:
     """Plans that Megatron can run: every degree, dense and with experts."""
@@ -307,6 +324,12 @@ def plans(draw) -> Plan:
         model |= {"position": draw(st.sampled_from(["rope", "learned"]))}
         if model["position"] == "rope":
             model |= {"rope_theta": draw(st.sampled_from([10000.0, 500000.0]))}
+            model |= {"rope_dim": draw(st.sampled_from([0, 16]))}
+            model |= {"rope_layers": draw(st.sampled_from([[], [1, 1, 1, 0], [0, 1], [1, 1, 0]]))}
+        model |= {"attention_sinks": draw(st.booleans())}
+        if draw(st.booleans()):
+            window = {"sliding_window": 128, "window_layers": draw(st.sampled_from([[], [1, 0], [0, 0, 1]]))}
+            model |= window
     dp = draw(st.sampled_from([2, 4]))
     layout = {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp, "zero": draw(st.sampled_from([0, 1]))}
     layout |= {"sequence_parallel": tp > 1 and draw(st.booleans())}

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shardproof.core.base.errors import ModelError, PlanError, UnknownNameError
+from shardproof.core.model.attention_kinds import layer_window, shorter_window
 from shardproof.core.model.huggingface import FAMILIES, model_from_config, read_config
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
@@ -365,7 +366,6 @@ def test_a_published_config_with_experts_or_biases_reads_as_its_preset(config, n
         ),
         ({**DEEPSEEK_LITE, "norm_topk_prob": True}, "norm_topk_prob=true is not understood in deepseek_v2"),
         ({**DEEPSEEK, "num_experts_per_tok": 300}, "experts_per_token=300 must be 1 to num_experts=256"),
-        ({**QWEN2, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 5}, "sliding_window=4096"),
         (
             {key: value for key, value in MIXTRAL.items() if key != "num_local_experts"},
             ("'num_local_experts' is missing"),
@@ -463,7 +463,8 @@ def test_mistral_is_a_llama_with_a_window():
     assert model_from_config(config, name="llama3-8b") == model_preset("llama3-8b")
     assert model_from_config({**config, "sliding_window": 8192}, name="llama3-8b") == model_preset("llama3-8b")
     windowed = model_from_config({**config, "sliding_window": 4096}, name="windowed")
-    assert (windowed.sliding_window, windowed.window(4096), windowed.window(4097)) == (4096, 0, 4096)
+    window = layer_window(windowed, 0)
+    assert (window, shorter_window(window, 4096), shorter_window(window, 4097)) == (4096, 0, 4096)
 
 
 @pytest.mark.parametrize(
@@ -484,6 +485,64 @@ def test_mistral_is_a_llama_with_a_window():
 )
 def test_qwen_turns_its_window_on_for_all_layers_or_none(more, window):
     assert model_from_config({**QWEN2, **more}, name="x").sliding_window == window
+
+
+PHI = {**LLAMA, "model_type": "phi3", "max_position_embeddings": 8192}
+SMOL = {**LLAMA, "model_type": "smollm3"}
+WINDOW = {"sliding_window": 512}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (
+            {**QWEN2, **WINDOW, "use_sliding_window": True, "max_window_layers": 26, "num_hidden_layers": 28},
+            {"window_layers": (*[0] * 26, 1, 1)},
+        ),
+        (
+            {**LLAMA, **WINDOW, "model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"] * 16},
+            {"sliding_window": 512, "window_layers": (0, 1)},
+        ),
+        ({**LLAMA, "model_type": "ministral"}, {"sliding_window": 4096, "window_layers": ()}),
+        ({**PHI, **WINDOW, "partial_rotary_factor": 0.75}, {"rope_dim": 96, "sliding_window": 512}),
+        ({**PHI, "rope_parameters": {"rope_theta": 9.0, "partial_rotary_factor": 0.5}}, {"rope_dim": 64}),
+        (PHI, {"rope_dim": 0, "sliding_window": 0}),
+        (SMOL, {"rope_layers": (1, 1, 1, 0), "tied_embeddings": False, "sliding_window": 0}),
+        (
+            {**SMOL, **WINDOW, "use_sliding_window": True, "no_rope_layers": [1, 0] * 16},
+            {"rope_layers": (1, 0), "window_layers": (0, 1), "sliding_window": 512},
+        ),
+    ],
+)
+def test_layers_that_differ_are_read_as_the_shortest_pattern(config, fields):
+    model = model_from_config(config, name="x")
+    assert {name: getattr(model, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({**PHI, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_type='longrope'"),
+        ({**PHI, "partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        ({**LLAMA, "rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({**LLAMA, **WINDOW, "model_type": "mistral", "layer_types": ["full_attention"] * 3}, "3 entries"),
+        ({**LLAMA, **WINDOW, "model_type": "mistral", "layer_types": ["chunked"] * 32}, "'chunked'"),
+        ({**SMOL, "no_rope_layers": [1]}, "no_rope_layers has 1 entries"),
+        ({**SMOL, "no_rope_layers": [2] * 32}, "must be a list of 1 and 0"),
+        (
+            {
+                **LLAMA,
+                "model_type": "ministral3",
+                "rope_parameters": {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1},
+            },
+            "llama_4_scaling_beta=0.1",
+        ),
+        ({"model_type": "mistral3", "text_config": {}}, "vision_config"),
+    ],
+)
+def test_what_a_plan_does_not_have_is_refused_by_the_key_that_asks_for_it(config, expected):
+    with pytest.raises(ModelError, match=expected):
+        model_from_config(config, name="x")
 
 
 def test_an_unread_family_names_those_that_are_read():

@@ -708,7 +708,7 @@ def test_each_key_refuses_a_value_of_the_wrong_type_on_its_line(key):
     "key", [key for key in KEYS if key.minimum is not None or key.above is not None], ids=lambda key: key.dotted
 )
 def test_each_bounded_key_refuses_a_value_below_its_bound(key):
-    value = {"int": "-1", "float": "-1.0", "two floats": "[-1.0, 0.5]"}[key.type]
+    value = {"int": "-1", "float": "-1.0", "two floats": "[-1.0, 0.5]", "list of ints": "[1, -1]"}[key.type]
     assert any(
         problem.startswith(f"plan.toml:2: {key.name} = ")
         for problem in problems_of(f"[{key.section}]\n{key.name} = {value}\n")

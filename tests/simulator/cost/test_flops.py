@@ -50,6 +50,17 @@ def test_gpt_steps_are_those_of_korthikanti_and_narayanan(name, mode):
     assert found.model - found.model_causal == pytest.approx(6 * b * l * s * s * h, rel=1e-12)
 
 
+def test_windows_are_counted_layer_by_layer():
+    """Three of four layers see 8 keys, and of the pairs of a query and a key the band below the diagonal."""
+    s, w, width = 32, 8, 2 * 8 * (24 + 24)
+    whole = step_flops(plan_of(MODEL))
+    some = step_flops(plan_of(replace(MODEL, sliding_window=w, window_layers=(1, 1, 1, 0))))
+    assert whole.model - some.model == 3 * 8 * s * width * 3 * (s - w)
+    band = w * s - w * w / 2
+    assert whole.model_causal - some.model_causal == 3 * 8 * width * 3 * (s * s / 2 - band)
+    assert some.hardware == some.model
+
+
 @pytest.mark.parametrize(("name", "gflops"), [("deepseek-v2", 155), ("deepseek-v3", 250), ("llama3.1-405b", 2448)])
 def test_training_cost_per_token_is_what_deepseek_publishes(name, gflops):
     """Zhao et al. 2025, Insights into DeepSeek-V3 (arXiv 2505.09343), table 2: causal attention, sequences of 4,096."""

@@ -266,6 +266,18 @@ def test_a_compiled_step_repeats_no_product_that_only_the_residual_needs(recompu
     assert repeated["megatron-te"] - repeated["xla"] == pytest.approx(last_s, rel=1e-6)
 
 
+def test_layers_with_and_without_a_window_have_prices_of_their_own():
+    model = replace(LLAMA, num_layers=4)
+
+    def seconds(**fields: Any) -> float:
+        return simulate(plan(Layout(tp=8), Runtime("torchtitan"), model=replace(model, **fields))).report["step_time_s"]
+
+    everywhere, nowhere = seconds(sliding_window=512), seconds()
+    halves = seconds(sliding_window=512, window_layers=(1, 0)), seconds(sliding_window=512, window_layers=(0, 1))
+    assert everywhere < halves[0] < nowhere and halves[0] == pytest.approx(halves[1])
+    assert halves[0] == pytest.approx((everywhere + nowhere) / 2, rel=1e-6)
+
+
 def test_unfused_attention_computes_the_whole_square_and_moves_all_scores():
     fused, unfused = (
         layer_of(plan(Layout(tp=8), Runtime("megatron-te", attention=kind, dropout=True)))

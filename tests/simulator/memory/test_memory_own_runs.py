@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardproof.core.layout.layout import Layout
@@ -35,7 +37,18 @@ MODELS = {
         **SIZES,
     ),
 }
+WINDOWS = {"sliding_window": 24, "window_layers": (1, 0)}
+MODELS |= {
+    "windows": replace(MODELS["llama"], **WINDOWS, rope_local_theta=100.0),
+    "capped": replace(MODELS["llama"], **WINDOWS, attention_softcap=2.0, logit_softcap=1.0),
+    "sinks": replace(MODELS["llama"], **WINDOWS, attention_sinks=True, rope_layers=(0, 1)),
+}
 RUNS = [
+    ("windows", "fast", Layout(pp=2), "1F1B"),
+    ("windows", "exact", Layout(pp=2), "1F1B"),
+    ("capped", "fast", Layout(), "1F1B"),
+    ("sinks", "fast", Layout(tp=2), "1F1B"),
+    ("sinks", "exact", Layout(), "1F1B"),
     ("gpt", "fast", Layout(tp=2), "1F1B"),
     ("gpt", "fast", Layout(pp=2), "GPipe"),
     ("gpt", "exact", Layout(), "1F1B"),

@@ -14,6 +14,7 @@ from helpers.gates import sampled
 from helpers.plans import plan
 from shardproof.core.base.digest import full_region
 from shardproof.core.layout.layout import Layout
+from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.sections import Batch, Numerics
 from shardproof.verify.dynamic.proof import prove, run_fast
 from shardproof.verify.ledger.ledger import (
@@ -29,7 +30,7 @@ from shardproof.verify.ledger.ledger import (
 )
 from shardproof.verify.ledger.stored import store_values
 from shardproof.verify.ledger.summary import summarize
-from shardproof.verify.matrix.problems import PROBLEMS, Tokens
+from shardproof.verify.matrix.problems import CAPPED, PROBLEMS, SINKS, Tokens
 from shardproof.verify.mutations import parse_fault
 from shardproof.verify.run.fast_run import check_fast
 from shardproof.verify.run.proof_run import ProofJob, one_device, run_ledger
@@ -41,6 +42,8 @@ fast_plan = partial(plan, samples=4, schedule="1F1B", mode="fast", clip_grad_nor
 PLANS = {
     "tp3-sp": fast_plan(Layout(tp=3, sequence_parallel=True), model="tiny-gpt-6h"),
     "tp4-gqa-swiglu": fast_plan(Layout(tp=4), model="tiny-llama"),
+    "capped-tp2": fast_plan(Layout(tp=2), model=replace(model_preset("tiny-llama"), **CAPPED)),
+    "sinks-tp2": fast_plan(Layout(tp=2), model=replace(model_preset("tiny-llama"), **SINKS)),
     "dp3-micro2-dropout": fast_plan(Layout(dp=3), samples=6, micro=2, hidden_dropout=0.1, tied_embeddings=False),
 }
 
