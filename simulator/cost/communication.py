@@ -94,8 +94,8 @@ class CommunicationPricing:
         # Whether the backward of a stage adds to whole gradients or to shards that ZeRO has reduced.
         self._may_sum_shards = bool(self.profile.reduce_copy_bytes)
         self._sums_gradients = not (layout.zero >= 2 and self._may_sum_shards)
-        # `_blocks` and `_shared` are parts of one table for all plans of a family: blocks by what a block is made of,
-        # the rest by the whole layout too. Conditions of single ranks (links, load of experts) share nothing.
+        # `_layers`, `_blocks` and `_shared` are parts of one table for all plans of a family: layers by what each
+        # multiplies and sends, blocks by what a block is made of, the rest by the whole layout too. Conditions of single ranks (links, load of experts) share nothing.
         if spreads is not None or expert_load != 1:
             shared = {}
         elif shared is None:
@@ -113,6 +113,8 @@ class CommunicationPricing:
                 shared.clear()
         degrees = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp)
         self._spreads = spreads or _spreads_of(plan, shared.setdefault(("spreads",), {}))
+        layer_key = ("layers", layout.tp, layout.cp, layout.cp_inner, layout.sequence_parallel, plan.batch)
+        self._layers: dict[object, Any] = shared.setdefault(layer_key, {})
         block_key = (*degrees, layout.sequence_parallel, plan.batch, plan.recompute)
         self._blocks: dict[tuple[object, ...], Any] = shared.setdefault(block_key, {})
         whole_key = (block_key, layout, plan.offload, self._owners, gathers_scheduled)
@@ -159,12 +161,17 @@ class CommunicationPricing:
     def _price_class(self, kind: Kind, place: Place) -> object:
         """Equal for stages whose actions cost the same: they hold as many layers of each kind, on
         groups that are placed in the same way."""
+        sending = self._sending_class(kind, place)
+        hides = kind is Kind.STEP and self.profile.overlap_param_gather and self.plan.layout.zero in (1, 2)
+        return (place.pp_rank, sending) if hides else sending
+
+    def _sending_class(self, kind: Kind, place: Place) -> object:
+        """Equal for stages whose actions send the same; what of it is hidden may differ."""
         if kind is not Kind.STEP:
             return self._stage_price_class(place)
         stages = rank_stages(self.plan, place.pp_rank)
         tied = bool(tied_ends(self.plan, place.pp_rank))
-        first = place.pp_rank if self.profile.overlap_param_gather else 0
-        return (first, tied, *(self._stage_price_class(Place(stage, place.pp_rank)) for stage in stages))
+        return (tied, *(self._stage_price_class(Place(stage, place.pp_rank)) for stage in stages))
 
     def _stage_price_class(self, place: Place) -> int:
         if place not in self._price_classes:
@@ -194,7 +201,7 @@ class CommunicationPricing:
 
     def _communication(self, kind: Kind, place: Place) -> Seconds:
         """Seconds of the collectives of REDUCE_GRAD, UNSHARD or STEP."""
-        key = ("communication", kind, self._price_class(kind, place))
+        key = ("communication", kind, self._sending_class(kind, place))
         if key not in self._shared:
             total, width = Seconds(), self.profile.gradient_bytes(self.plan.precision.dtype)
             replica = self.plan.placement.replica_of(*place)

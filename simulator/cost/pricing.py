@@ -322,7 +322,14 @@ class Pricing(CommunicationPricing):
         plan = self.plan
         if self._is_host:
             return host_block(plan, group, lambda operation: self._collective_s(operation, place))
-        pricer = BlockPricer(plan, self.profile, lambda operation: self._collective_s(operation, place), sums_gradients)
+        pricer = BlockPricer(
+            plan,
+            self.profile,
+            lambda operation: self._collective_s(operation, place),
+            sums_gradients,
+            lambda axis: self.spread(axis, place),
+            self._layers,
+        )
         works, pieces = group_ops(plan, group), group_traffic(plan, self.profile, group)
         works, pieces = loaded_work(works, self._expert_load), loaded_traffic(pieces, self._expert_load)
         return pricer.block(works, pieces, recomputes_all=group.recomputed)

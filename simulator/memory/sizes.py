@@ -15,6 +15,7 @@ from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mt
 from .own import own_nodes, own_reduce_bytes, own_step_bytes
 from .own_zero import backward_bytes, gathering_bytes
 from .static import (
+    elements_of,
     gathered_bytes,
     gradients_bytes,
     offloaded_optimizer_bytes,
@@ -124,7 +125,8 @@ def part_tape(group: Group, tensors: LayerTensors, parts: Parts) -> TapeMemory:
 
 def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: Parts) -> StageSizes:
     """The sizes of one stage."""
-    profile, groups = tensors.profile, stage_groups(plan, stage)
+    profile, groups, elements = tensors.profile, stage_groups(plan, stage), elements_of(plan, tensors.profile, stage)
+    gradients = gradients_bytes(plan, profile, elements)
     tape = with_offloaded([(part_tape(group, tensors, parts), group.count, group.offloaded) for group in groups])
     offloaded = sum(parts[group.part].retained_bytes * group.count for group in groups if group.offloaded)
     if profile.separate_gradients:
@@ -136,17 +138,15 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: Parts) -> St
         tape=tape
         if profile.defers_products
         else replace(tape, deferred_bytes=tape.retained_bytes + offloaded, split_bytes=tape.backward_bytes),
-        weights_bytes=weights_bytes(plan, profile, stage),
-        gradients_bytes=gradients_bytes(plan, profile, stage),
-        optimizer_bytes=optimizer_bytes(plan, profile, stage),
-        step_bytes=step_bytes(plan, profile, stage),
+        weights_bytes=weights_bytes(plan, profile, elements),
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer_bytes(plan, profile, elements),
+        step_bytes=step_bytes(plan, profile, elements),
         gathered_bytes=gathered_bytes(plan, stage),
         gathering_bytes=gathering_bytes(plan, stage) if profile.separate_gradients else 0,
         offloaded_bytes=offloaded,
-        offloaded_optimizer_bytes=offloaded_optimizer_bytes(plan, profile, stage),
-        reduce_bytes=own_reduce_bytes(plan, stage, gradients_bytes(plan, profile, stage))
-        if profile.separate_gradients
-        else 0,
+        offloaded_optimizer_bytes=offloaded_optimizer_bytes(plan, profile, elements),
+        reduce_bytes=own_reduce_bytes(plan, stage, gradients) if profile.separate_gradients else 0,
     )
 
 
