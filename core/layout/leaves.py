@@ -154,7 +154,9 @@ def leaf_sizes(
     experts = model.expert_width if model.is_moe else None
     shared = model.shared_expert_width if model.num_shared_experts else None
     token_blocks = (gradient_token_block, reduction_token_block)
-    return _leaf_sizes(widths, experts, shared, sequence, (head_block, ffn_block, vocab_block), token_blocks, max_degree)
+    return _leaf_sizes(
+        widths, experts, shared, sequence, (head_block, ffn_block, vocab_block), token_blocks, max_degree
+    )
 
 
 @lru_cache(maxsize=256)

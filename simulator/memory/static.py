@@ -13,9 +13,8 @@ from ...core.layout.leaves import LeafSizes
 from ...core.model.model import ModelSpec
 from ...core.model.operators import Kind, Operator
 from ...core.model.parameters import operator_parameters
-from ...core.model.roles import Role
 from ...core.plan.plan import Plan
-from ...core.program import Group, Held, held_elements, held_gradients, num_shards, stage_groups, weight_bytes
+from ...core.program import Held, held_elements, held_gradients, num_shards, stage_groups, weight_bytes
 from ...core.program.buckets import sums_are_sharded
 from ...core.program.offload import MASTER_BYTES, MOMENT_BYTES
 from ..stack.memory_profile import MemoryProfile
@@ -124,7 +123,7 @@ def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *
             total += LAYERS_IN_FLIGHT * layer * profile.gradient_bytes(plan.precision.dtype)
     if profile.workspace_bytes:
         own = (group for stage in stages for group in stage_groups(plan, stage) if group.kind == "layer")
-        total += profile.workspace_bytes * (1 + profile.grouped_workspaces * any(map(has_experts, own)))
+        total += profile.workspace_bytes * (1 + profile.grouped_workspaces * any(group.has_experts for group in own))
     if any(content.head for content in contents):
         total += profile.head_workspace_bytes + (
             LayerTensors(plan, profile).gathered if profile.head_gather_buffer else 0
@@ -159,11 +158,6 @@ def _cut(held: Held, shards: Held, width: int, *, cut: bool) -> int:
     if not cut:
         return width * (held.dense + held.expert)
     return -(-held.dense * width // shards.dense) - (-held.expert * width // shards.expert)
-
-
-def has_experts(group: Group) -> bool:
-    """Whether tokens go to experts in it."""
-    return group.num(Role.ROUTER) > 0
 
 
 def _unit_elements(plan: Plan, stage: int) -> int:

@@ -246,9 +246,7 @@ def _bounded(family: Family, shared: dict[tuple[object, ...], Any]) -> Iterator[
         )
 
 
-def _sharpened(
-    cut: Cut, space: SearchSpace, shared: dict[tuple[object, ...], Any]
-) -> Iterator[tuple[float, Plan]]:
+def _sharpened(cut: Cut, space: SearchSpace, shared: dict[tuple[object, ...], Any]) -> Iterator[tuple[float, Plan]]:
     """(sharp bound in seconds, plan) of every plan of a cut."""
     for plan in variants(cut, space):
         gathers_scheduled = plan.schedule.max_active_stages is not None
