@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from ..base.errors import LayoutError
@@ -149,21 +150,42 @@ def leaf_sizes(
     degree up to `max_degree` that divides the key/value heads, blocks of experts that admit every such degree that
     divides their width, and blocks of tokens for sums over them that leave eight or more in a sequence."""
 
+    widths = (model.num_kv_heads, model.ffn_hidden_size, model.vocab_size)
+    experts = model.expert_width if model.is_moe else None
+    shared = model.shared_expert_width if model.num_shared_experts else None
+    token_blocks = (gradient_token_block, reduction_token_block)
+    return _leaf_sizes(
+        widths, experts, shared, sequence, (head_block, ffn_block, vocab_block), token_blocks, max_degree
+    )
+
+
+@lru_cache(maxsize=256)
+def _leaf_sizes(
+    widths: tuple[int, int, int],
+    expert_width: int | None,
+    shared_width: int | None,
+    sequence: int,
+    own_blocks: tuple[int | None, int | None, int | None],
+    token_blocks: tuple[int | None, int | None],
+    max_degree: int,
+) -> LeafSizes:
+    """Those of so many heads, and of layers and a table of such widths; kept, because a search asks for few again and
+    again."""
+    (num_heads, ffn_width, vocab_size), (head_block, ffn_block, vocab_block) = widths, own_blocks
+
     def parts(number: int) -> int:
         return math.lcm(*(degree for degree in range(1, max_degree + 1) if number % degree == 0))
 
     def blocks(width: int, block: int | None) -> Leaves:
-        return Leaves(width, block or -(-width // parts(model.num_kv_heads)))
+        return Leaves(width, block or -(-width // parts(num_heads)))
 
-    gradient_block = gradient_token_block or min(128, sequence)
+    gradient_block, reduction_block = token_blocks[0] or min(128, sequence), token_blocks[1]
     return LeafSizes(
-        heads=Leaves(model.num_kv_heads, head_block or 1),
-        ffn=blocks(model.ffn_hidden_size, ffn_block),
-        vocab=blocks(model.vocab_size, vocab_block),
+        heads=Leaves(num_heads, head_block or 1),
+        ffn=blocks(ffn_width, ffn_block),
+        vocab=blocks(vocab_size, vocab_block),
         gradient_token_block=gradient_block,
-        reduction_token_block=reduction_token_block or min(32, gradient_block, max(1, sequence // MAX_DEGREE)),
-        expert_ffn=Leaves(model.expert_width, model.expert_width // parts(model.expert_width))
-        if model.is_moe
-        else None,
-        shared_ffn=blocks(model.shared_expert_width, None) if model.num_shared_experts else None,
+        reduction_token_block=reduction_block or min(32, gradient_block, max(1, sequence // MAX_DEGREE)),
+        expert_ffn=None if expert_width is None else Leaves(expert_width, expert_width // parts(expert_width)),
+        shared_ffn=None if shared_width is None else blocks(shared_width, None),
     )

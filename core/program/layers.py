@@ -52,6 +52,11 @@ class Group:
         return sum(operator.role is role for operator in self.operators)
 
     @cached_property
+    def has_experts(self) -> bool:
+        """Whether tokens go to experts in its parts, which so depend on how experts are cut."""
+        return self.num(Role.ROUTER) > 0
+
+    @cached_property
     def part(self) -> int:
         """A number that its parts share with those of other groups that are equal but for their names."""
         return _PARTS.setdefault((self.operators, self.recomputed), next(_NUMBERS))

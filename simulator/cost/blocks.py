@@ -9,11 +9,11 @@ which slows down meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from ...core.plan.plan import Plan
-from ...core.program import Collective, Message, Op, Operation, Product, Role
+from ...core.program import Collective, Message, Op, Operation, Operations, Product, Role
 from ..compute.compute import (
     AttentionShape,
     attention_kernels,
@@ -64,15 +64,14 @@ ACCUMULATION_BYTES = 8
 """An fp32 sum over microbatches read and written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Seconds on the device of one part of a block for one microbatch, and the kernels that its host launches for it
     (those that a library launches by itself count less)."""
 
     seconds: Seconds = NOTHING
     num_kernels: float = 0
 
-    def __add__(self, other: Part) -> Part:
+    def __add__(self, other: Part) -> Part:  # type: ignore[override]
         return Part(self.seconds + other.seconds, self.num_kernels + other.num_kernels)
 
     def times(self, count: int) -> Part:
@@ -98,12 +97,24 @@ class Block:
     backward: Part
 
 
+class _Passes(NamedTuple):
+    """The parts of one layer's work: both halves of its backward one after the other, and as they overlap."""
+
+    forward: Part
+    input_gradient: Part
+    weight_gradient: Part
+    backward: Part
+
+
 @dataclass(frozen=True)
 class BlockPricer:
-    """Prices the blocks of one plan; `collective_s` gives the seconds of a collective of the pipeline rank in question.
+    """Prices the blocks of one plan; `collective_s` gives the seconds of a collective of the pipeline rank in question,
+    and `spread` how its group over an axis lies.
 
     `sums_gradients` is False where weight gradients leave for their owners microbatch by microbatch,
-    and only shards are summed. `window` is that of the attention of the block in question.
+    and only shards are summed. `window` is that of the attention of the block in question. `known` keeps what layers'
+    work costs, by all that is multiplied and sent: plans may share it that are equal in model, cluster, stack,
+    precision, numerics, batch, tp, cp and sequence parallelism.
     """
 
     plan: Plan
@@ -111,6 +122,8 @@ class BlockPricer:
     collective_s: Callable[[Collective], float]
     sums_gradients: bool = True
     window: int = 0
+    spread: Callable[[str], object] = str
+    known: dict[object, Any] = field(default_factory=dict)
 
     def block(self, works: tuple[Op, ...], pieces: Mapping[str, Traffic], *, recomputes_all: bool) -> Block:
         """The price of a block from the work of its layers and its memory-bound pieces."""
@@ -125,15 +138,46 @@ class BlockPricer:
         if self.profile.keeps_gathered:
             works = tuple(replace(work, weight_gradient=_without_gathers(work.weight_gradient)) for work in works)
         for work in works:
-            chain = self._chain(work)
-            forward += self._forward(work.forward, work.role)
-            backward += self._parts(work.input_gradient, work.role, of="input")
-            summed = self._gradient_sum(work)
-            weight += self._parts(work.weight_gradient, work.role, of="weight") + summed
-            both += chain + summed
+            own = self._passes(work)
+            forward += own.forward
+            backward += own.input_gradient
+            weight += own.weight_gradient
+            both += own.backward
         again = self._whole_again(works, total) if recomputes_all else self._recomputed(works, pieces)
         again = again.recomputed()
         return Block(forward, backward + again, weight, both + again)
+
+    def _passes(self, work: Op) -> _Passes:
+        """The parts of one layer's work."""
+        parts = (work.forward, work.input_gradient, work.weight_gradient)
+        key = (work.role, self.window, self.sums_gradients, *map(self._shapes, parts))
+        found: _Passes | None = self.known.get(key)
+        if found is None:
+            summed = self._gradient_sum(work)
+            found = self.known[key] = _Passes(
+                self._forward(work.forward, work.role),
+                self._parts(work.input_gradient, work.role, of="input"),
+                self._parts(work.weight_gradient, work.role, of="weight") + summed,
+                self._chain(work) + summed,
+            )
+        return found
+
+    def _again(self, work: Op) -> Part:
+        """What is computed a second time of one layer's work."""
+        key = (work.role, self._shapes(work.recomputed))
+        found: Part | None = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self._forward(work.recomputed, work.role)
+        return found
+
+    def _shapes(self, found: Operations) -> tuple[object, ...]:
+        """Equal for operations that cost the same: all of them but what they are called, and how their groups lie."""
+        return tuple(
+            (each.m, each.n, each.k, each.count, each.grouped, each.dtype)
+            if isinstance(each, Product)
+            else (each.op, each.axis, each.group_size, each.sent_bytes, self.spread(each.axis))
+            for each in found
+        )
 
     def _whole_again(self, works: tuple[Op, ...], total: Traffic) -> Part:
         """A whole layer computed a second time, and what brings back its input, which its
@@ -145,7 +189,7 @@ class BlockPricer:
         needed = (
             work for work in works if not (self.profile.recomputation_stops_early and work.role is MAKES_NO_OPERAND)
         )
-        return sum((self._forward(work.recomputed, work.role) for work in needed), Part())
+        return sum(map(self._again, needed), Part())
 
     def _recomputed(self, works: tuple[Op, ...], pieces: Mapping[str, Traffic]) -> Part:
         """What is computed a second time when some modules only are, or some operations."""

@@ -94,8 +94,9 @@ class CommunicationPricing:
         # Whether the backward of a stage adds to whole gradients or to shards that ZeRO has reduced.
         self._may_sum_shards = bool(self.profile.reduce_copy_bytes)
         self._sums_gradients = not (layout.zero >= 2 and self._may_sum_shards)
-        # `_blocks` and `_shared` are parts of one table for all plans of a family: blocks by what a block is made of,
-        # the rest by the whole layout too. Conditions of single ranks (links, load of experts) share nothing.
+        # `_layers`, `_blocks` and `_shared` are parts of one table for all plans of a family: layers by what each
+        # multiplies and sends, blocks by what a block is made of (and those without experts whatever the experts'
+        # degrees), the rest by the whole layout too. Conditions of single ranks (links, load of experts) share nothing.
         if spreads is not None or expert_load != 1:
             shared = {}
         elif shared is None:
@@ -113,16 +114,23 @@ class CommunicationPricing:
                 shared.clear()
         degrees = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp)
         self._spreads = spreads or _spreads_of(plan, shared.setdefault(("spreads",), {}))
-        block_key = (*degrees, layout.sequence_parallel, plan.batch, plan.recompute)
+        layer_key = ("layers", layout.tp, layout.cp, layout.cp_inner, layout.sequence_parallel, plan.batch)
+        self._layers: dict[object, Any] = shared.setdefault(layer_key, {})
+        how = (layout.sequence_parallel, plan.batch, plan.recompute)
+        widest = max(layout.tp, layout.expert_tp)  # which leaves admit
+        dense_key = ("dense", layout.tp, layout.cp, layout.cp_inner, widest, *how)
+        self._dense_blocks: dict[tuple[object, ...], Any] = shared.setdefault(dense_key, {})
+        block_key = (*degrees, *how)
         self._blocks: dict[tuple[object, ...], Any] = shared.setdefault(block_key, {})
         whole_key = (block_key, layout, plan.offload, self._owners, gathers_scheduled)
         self._shared: dict[object, Any] = shared.setdefault(whole_key, {})
-        # By stage its groups of equal layers; the axes over which layers communicate, and all axes.
+        # By stage its groups of equal layers; the axes over which layers communicate, those of
+        # layers without experts first, and all axes.
         self._groups = [stage_groups(plan, stage) for stage in range(len(self._owners))]
-        sizes = {"cp": layout.cp, "cp_inner": layout.cp_inner, "ep": layout.ep}
-        inner = ("tp", *(axis for axis, size in sizes.items() if size > 1))
-        if 1 < layout.cp_inner < layout.cp:
-            inner = (*inner, "cp_outer")
+        sizes = {"cp": layout.cp, "cp_inner": layout.cp_inner}
+        dense = ("tp", *(axis for axis, size in sizes.items() if size > 1))
+        self._dense_axes = (*dense, "cp_outer") if 1 < layout.cp_inner < layout.cp else dense
+        inner = (*self._dense_axes, "ep") if layout.ep > 1 else self._dense_axes
         self._inner_axes = (*inner, "etp") if plan.model.is_moe else inner
         self._axes = (*self._inner_axes, "dp", "edp") if plan.model.is_moe else (*inner, "dp")
         # Seconds of a message by (sender, receiver), and the class of equal prices by stage.
@@ -159,12 +167,17 @@ class CommunicationPricing:
     def _price_class(self, kind: Kind, place: Place) -> object:
         """Equal for stages whose actions cost the same: they hold as many layers of each kind, on
         groups that are placed in the same way."""
+        sending = self._sending_class(kind, place)
+        hides = kind is Kind.STEP and self.profile.overlap_param_gather and self.plan.layout.zero in (1, 2)
+        return (place.pp_rank, sending) if hides else sending
+
+    def _sending_class(self, kind: Kind, place: Place) -> object:
+        """Equal for stages whose actions send the same; what of it is hidden may differ."""
         if kind is not Kind.STEP:
             return self._stage_price_class(place)
         stages = rank_stages(self.plan, place.pp_rank)
         tied = bool(tied_ends(self.plan, place.pp_rank))
-        first = place.pp_rank if self.profile.overlap_param_gather else 0
-        return (first, tied, *(self._stage_price_class(Place(stage, place.pp_rank)) for stage in stages))
+        return (tied, *(self._stage_price_class(Place(stage, place.pp_rank)) for stage in stages))
 
     def _stage_price_class(self, place: Place) -> int:
         if place not in self._price_classes:
@@ -194,7 +207,7 @@ class CommunicationPricing:
 
     def _communication(self, kind: Kind, place: Place) -> Seconds:
         """Seconds of the collectives of REDUCE_GRAD, UNSHARD or STEP."""
-        key = ("communication", kind, self._price_class(kind, place))
+        key = ("communication", kind, self._sending_class(kind, place))
         if key not in self._shared:
             total, width = Seconds(), self.profile.gradient_bytes(self.plan.precision.dtype)
             replica = self.plan.placement.replica_of(*place)

@@ -32,7 +32,6 @@ from ..engine.attribution import Sort, Sorts
 from ..engine.contention import Traffic
 from ..engine.seconds import NOTHING, Seconds, on_grid
 from ..memory.sizes import group_retained_bytes, stage_sizes
-from ..memory.static import has_experts
 from ..stack.delayed_scaling import AMAX_CALLS, amax_reduction, update_s
 from .blocks import COMPONENT_OF_AXIS, Block, BlockPricer, Part
 from .communication import CommunicationPricing, Place
@@ -291,7 +290,7 @@ class Pricing(CommunicationPricing):
         the graph reads it, and the graph launched; W takes nothing. Embedding, head and layers with experts, of which
         graphs hold some kernels at most, are launched as without."""
         graphed = self.profile.cuda_graphs and self.profile.graph_scope == "layer"
-        if not graphed or group.kind != "layer" or has_experts(group):
+        if not graphed or group.kind != "layer" or group.has_experts:
             return part
         return Part(part.seconds, (1 if name == PARTS[Kind.W] else LAYER_CALLS) / self.profile.host_calls)
 
@@ -307,22 +306,27 @@ class Pricing(CommunicationPricing):
         return forward_wait_s(parts) if kind is Kind.F else backward_wait_s(parts)
 
     def _block(self, group: Group, place: Place, sums_gradients: bool = True) -> Block:
-        key: tuple[object, ...] = (
-            group.part,
-            sums_gradients,
-            self._inner_spreads(place),
-            self._of_host,
-        )
-        if key not in self._blocks:
-            self._blocks[key] = self._price_block(group, place, sums_gradients)
-        found: Block = self._blocks[key]
+        dense = not (group.has_experts or self._is_host)
+        blocks = self._dense_blocks if dense else self._blocks
+        spreads = self._spreads.of_rank(self._dense_axes, *place) if dense else self._inner_spreads(place)
+        key: tuple[object, ...] = (group.part, sums_gradients, spreads, self._of_host)
+        if key not in blocks:
+            blocks[key] = self._price_block(group, place, sums_gradients)
+        found: Block = blocks[key]
         return found
 
     def _price_block(self, group: Group, place: Place, sums_gradients: bool) -> Block:
         plan = self.plan
         if self._is_host:
             return host_block(plan, group, lambda operation: self._collective_s(operation, place))
-        pricer = BlockPricer(plan, self.profile, lambda operation: self._collective_s(operation, place), sums_gradients)
+        pricer = BlockPricer(
+            plan,
+            self.profile,
+            lambda operation: self._collective_s(operation, place),
+            sums_gradients,
+            lambda axis: self.spread(axis, place),
+            self._layers,
+        )
         works, pieces = group_ops(plan, group), group_traffic(plan, self.profile, group)
         works, pieces = loaded_work(works, self._expert_load), loaded_traffic(pieces, self._expert_load)
         return pricer.block(works, pieces, recomputes_all=group.recomputed)

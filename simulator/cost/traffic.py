@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...core.model.operators import Operator
 from ...core.model.roles import Role
@@ -20,8 +21,7 @@ from ..compute.compute import ELEMENT_BYTES
 from ..stack.profile import Profile
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes that the kernels of one piece move, and how many kernels there are, forward and backward."""
 
     forward_bytes: float = 0.0
@@ -29,7 +29,7 @@ class Traffic:
     backward_bytes: float = 0.0
     backward_kernels: int = 0
 
-    def __add__(self, other: Traffic) -> Traffic:
+    def __add__(self, other: Traffic) -> Traffic:  # type: ignore[override]
         return Traffic(
             self.forward_bytes + other.forward_bytes,
             self.forward_kernels + other.forward_kernels,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...core.model.blocks import Block, layer_blocks
 from ...core.plan.plan import Plan
@@ -15,6 +16,7 @@ from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mt
 from .own import own_nodes, own_reduce_bytes, own_step_bytes
 from .own_zero import backward_bytes, gathering_bytes
 from .static import (
+    elements_of,
     gathered_bytes,
     gradients_bytes,
     offloaded_optimizer_bytes,
@@ -59,8 +61,11 @@ def layer_activation_bytes(plan: Plan, layer: int = 0) -> int:
     return _layer_memory(tensors, layer_blocks(plan.model)[layer], plan.recompute.mode == "full").retained_bytes
 
 
-Parts = dict[int, TapeMemory]
-"""`Group.part` -> its tape."""
+class Parts(NamedTuple):
+    """`Group.part` -> its tape, of parts without experts and of those with experts."""
+
+    dense: dict[int, TapeMemory]
+    expert: dict[int, TapeMemory]
 
 
 class _SamePlan:
@@ -102,14 +107,15 @@ def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
 def part_tapes(plan: Plan) -> Parts:
     """The tapes of parts that are known of plans like this one, for `part_tape` to complete."""
     layout = plan.layout
-    cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp, layout.sequence_parallel)
+    dense_cut = (layout.tp, layout.cp, layout.cp_inner, layout.sequence_parallel, max(layout.tp, layout.expert_tp))
     profile = profile_of(plan).memory
-    how = (plan.precision, plan.recompute, plan.numerics, plan.runtime, plan.train)
-    return _tapes_of(profile, plan.model, cut, plan.batch, *how)
+    how = (plan.batch, plan.precision, plan.recompute, plan.numerics, plan.runtime, plan.train)
+    dense = _tapes_of(profile, plan.model, dense_cut, *how)
+    return Parts(dense, _tapes_of(profile, plan.model, (*dense_cut, layout.ep, layout.etp), *how))
 
 
-@lru_cache(maxsize=256)
-def _tapes_of(*_family: object) -> Parts:
+@lru_cache(maxsize=512)
+def _tapes_of(*_family: object) -> dict[int, TapeMemory]:
     """The tapes of parts that plans share whose layers are cut in the same way, whatever their stages, copies and
     ZeRO; empty at first."""
     return {}
@@ -117,16 +123,20 @@ def _tapes_of(*_family: object) -> Parts:
 
 def part_tape(group: Group, tensors: LayerTensors, parts: Parts) -> TapeMemory:
     """The tape of one part of a group, kept in `parts`."""
-    if group.part not in parts:
-        parts[group.part] = _part_memory(tensors, group)
-    return parts[group.part]
+    known = parts.expert if group.has_experts else parts.dense
+    if group.part not in known:
+        known[group.part] = _part_memory(tensors, group)
+    return known[group.part]
 
 
 def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: Parts) -> StageSizes:
     """The sizes of one stage."""
-    profile, groups = tensors.profile, stage_groups(plan, stage)
+    profile, groups, elements = tensors.profile, stage_groups(plan, stage), elements_of(plan, tensors.profile, stage)
+    gradients = gradients_bytes(plan, profile, elements)
     tape = with_offloaded([(part_tape(group, tensors, parts), group.count, group.offloaded) for group in groups])
-    offloaded = sum(parts[group.part].retained_bytes * group.count for group in groups if group.offloaded)
+    offloaded = sum(
+        part_tape(group, tensors, parts).retained_bytes * group.count for group in groups if group.offloaded
+    )
     if profile.separate_gradients:
         whole, weight = (
             backward_bytes(plan, stage, num_bytes) for num_bytes in (tape.backward_bytes, tape.weight_bytes)
@@ -136,17 +146,15 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: Parts) -> St
         tape=tape
         if profile.defers_products
         else replace(tape, deferred_bytes=tape.retained_bytes + offloaded, split_bytes=tape.backward_bytes),
-        weights_bytes=weights_bytes(plan, profile, stage),
-        gradients_bytes=gradients_bytes(plan, profile, stage),
-        optimizer_bytes=optimizer_bytes(plan, profile, stage),
-        step_bytes=step_bytes(plan, profile, stage),
+        weights_bytes=weights_bytes(plan, profile, elements),
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer_bytes(plan, profile, elements),
+        step_bytes=step_bytes(plan, profile, elements),
         gathered_bytes=gathered_bytes(plan, stage),
         gathering_bytes=gathering_bytes(plan, stage) if profile.separate_gradients else 0,
         offloaded_bytes=offloaded,
-        offloaded_optimizer_bytes=offloaded_optimizer_bytes(plan, profile, stage),
-        reduce_bytes=own_reduce_bytes(plan, stage, gradients_bytes(plan, profile, stage))
-        if profile.separate_gradients
-        else 0,
+        offloaded_optimizer_bytes=offloaded_optimizer_bytes(plan, profile, elements),
+        reduce_bytes=own_reduce_bytes(plan, stage, gradients) if profile.separate_gradients else 0,
     )
 
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...core.layout.layout import Layout
 from ...core.layout.leaves import LeafSizes
 from ...core.model.model import ModelSpec
 from ...core.model.operators import Kind, Operator
 from ...core.model.parameters import operator_parameters
-from ...core.model.roles import Role
 from ...core.plan.plan import Plan
-from ...core.program import Group, Held, held_elements, held_gradients, num_shards, stage_groups, weight_bytes
+from ...core.program import Held, held_elements, held_gradients, num_shards, stage_groups, weight_bytes
 from ...core.program.buckets import sums_are_sharded
 from ...core.program.offload import MASTER_BYTES, MOMENT_BYTES
 from ..stack.memory_profile import MemoryProfile
@@ -27,61 +27,77 @@ LAYERS_IN_FLIGHT = 2
 """Layers whose gathered weights or unreduced gradients a ZeRO-3 (or 2) rank holds: the one in use and its neighbour."""
 
 
-def weights_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+class StageElements(NamedTuple):
+    """Elements of a stage on tensor-parallel rank 0: of its parameters, with the rows that pad the tables, and of its
+    sums of gradients; and the parts that ZeRO cuts them into."""
+
+    padded: Held
+    gradients: Held
+    shards: Held
+
+
+def elements_of(plan: Plan, profile: MemoryProfile, stage: int) -> StageElements:
+    """Those of a stage. Elements depend on tensor and expert parallelism alone, shards on the copies."""
+    held, padded = held_elements(plan, stage), padded_elements(plan, profile, stage)
+    dense, expert = held_gradients(plan, stage)
+    return StageElements(padded, Held(dense + padded.dense - held.dense, expert), num_shards(plan, stage))
+
+
+def weights_bytes(plan: Plan, profile: MemoryProfile, elements: StageElements) -> int:
     """Weights of a stage as they rest: 16 bits (fp32 where they are, or where ZeRO-3 keeps them so), cut with ZeRO-3.
 
     With fp8 also 16 bits: a weight by rows and by columns for the two products that read it (fp8_param_gather, which
     NeMo's recipes turn on: nemo/collections/llm/recipes/precision/mixed_precision.py).
     """
-    width = MASTER_BYTES if profile.fp32_weights else weight_bytes(plan.precision.dtype)
+    width, held, shards = weight_bytes(plan.precision.dtype), elements.padded, elements.shards
+    width = MASTER_BYTES if profile.fp32_weights else width
     # its part rests in fp32 only
     if profile.separate_gradients and plan.layout.zero == 3 and plan.precision.dtype != "fp32":
-        held, shards = padded_elements(plan, profile, stage), num_shards(plan, stage)
         whole = width * sum(count for count, parts in zip(held, shards, strict=True) if parts == 1)
         # but in 16 bits where its fp32 weights are in host memory
         parts = sum(-(-count // parts) for count, parts in zip(held, shards, strict=True) if parts > 1)
         return whole + int(width * parts * plan.offload.optimizer * plan.offload.masters)
-    return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), width, cut=plan.layout.zero == 3)
+    return _cut(held, shards, width, cut=plan.layout.zero == 3)
 
 
-def gradients_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+def gradients_bytes(plan: Plan, profile: MemoryProfile, elements: StageElements) -> int:
     """Accumulated gradients of a stage, cut with ZeRO-2 and 3; by our own backend where it reduces them
     after every microbatch."""
-    padding = padded_elements(plan, profile, stage).dense - held_elements(plan, stage).dense
-    dense, expert = held_gradients(plan, stage)
     width = profile.gradient_bytes(plan.precision.dtype)
     cut = sums_are_sharded(plan) if profile.separate_gradients else plan.layout.zero >= 2
-    return _cut(Held(dense + padding, expert), num_shards(plan, stage), width, cut=cut)
+    return _cut(elements.gradients, elements.shards, width, cut=cut)
 
 
-def optimizer_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+def optimizer_bytes(plan: Plan, profile: MemoryProfile, elements: StageElements) -> int:
     """Adam's moments and the fp32 master weights of a stage, cut with ZeRO, without what rests in host memory."""
-    whole = _updated_bytes(plan, profile, stage, MOMENT_BYTES + _master_bytes(plan, profile))
-    return whole - offloaded_optimizer_bytes(plan, profile, stage)
+    whole = _updated_bytes(plan, elements, MOMENT_BYTES + _master_bytes(plan, profile))
+    return whole - offloaded_optimizer_bytes(plan, profile, elements)
 
 
-def offloaded_optimizer_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+def offloaded_optimizer_bytes(plan: Plan, profile: MemoryProfile, elements: StageElements) -> int:
     """Those of Adam's moments of a stage that rest in host memory, and the fp32 master weights with them. Modelled:
     exactly the share that is asked for; ours are whole parameters, as many of a rank's as are at least that."""
+    if not plan.offload.optimizer:
+        return 0
     width = MOMENT_BYTES + _master_bytes(plan, profile) * plan.offload.masters
-    return int(_updated_bytes(plan, profile, stage, width) * plan.offload.optimizer)
+    return int(_updated_bytes(plan, elements, width) * plan.offload.optimizer)
 
 
 def _master_bytes(plan: Plan, profile: MemoryProfile) -> int:
     return 0 if plan.precision.dtype == "fp32" or profile.fp32_weights else MASTER_BYTES
 
 
-def _updated_bytes(plan: Plan, profile: MemoryProfile, stage: int, width: int) -> int:
+def _updated_bytes(plan: Plan, elements: StageElements, width: int) -> int:
     """So many bytes of every element that a rank updates."""
-    return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), width, cut=plan.layout.zero >= 1)
+    return _cut(elements.padded, elements.shards, width, cut=plan.layout.zero >= 1)
 
 
-def step_bytes(plan: Plan, profile: MemoryProfile, stage: int) -> int:
+def step_bytes(plan: Plan, profile: MemoryProfile, elements: StageElements) -> int:
     """What the optimizer step holds in addition: fp32 copies of 16-bit gradients (Megatron's
     Float16OptimizerWithFloat16Params)."""
     if profile.gradient_bytes(plan.precision.dtype) >= MASTER_BYTES or plan.layout.zero >= 2:
         return 0
-    return _cut(padded_elements(plan, profile, stage), num_shards(plan, stage), MASTER_BYTES, cut=plan.layout.zero >= 1)
+    return _updated_bytes(plan, elements, MASTER_BYTES)
 
 
 def gathered_bytes(plan: Plan, stage: int) -> int:
@@ -107,7 +123,7 @@ def buffers_bytes(plan: Plan, profile: MemoryProfile, stages: tuple[int, ...], *
             total += LAYERS_IN_FLIGHT * layer * profile.gradient_bytes(plan.precision.dtype)
     if profile.workspace_bytes:
         own = (group for stage in stages for group in stage_groups(plan, stage) if group.kind == "layer")
-        total += profile.workspace_bytes * (1 + profile.grouped_workspaces * any(map(has_experts, own)))
+        total += profile.workspace_bytes * (1 + profile.grouped_workspaces * any(group.has_experts for group in own))
     if any(content.head for content in contents):
         total += profile.head_workspace_bytes + (
             LayerTensors(plan, profile).gathered if profile.head_gather_buffer else 0
@@ -139,12 +155,9 @@ def padded_elements(plan: Plan, profile: MemoryProfile, stage: int) -> Held:
 
 
 def _cut(held: Held, shards: Held, width: int, *, cut: bool) -> int:
-    return sum(-(-count * width // (parts if cut else 1)) for count, parts in zip(held, shards, strict=True))
-
-
-def has_experts(group: Group) -> bool:
-    """Whether tokens go to experts in it."""
-    return group.num(Role.ROUTER) > 0
+    if not cut:
+        return width * (held.dense + held.expert)
+    return -(-held.dense * width // shards.dense) - (-held.expert * width // shards.expert)
 
 
 def _unit_elements(plan: Plan, stage: int) -> int:

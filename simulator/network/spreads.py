@@ -30,6 +30,10 @@ CONTEXT_AXES = ("cp_inner", "cp_outer")
 """Neighbours on the cp axis of the dense grid, and ranks as far apart as there are neighbours."""
 
 
+RANK_AXES = frozenset({*DENSE_AXES, *EXPERT_AXES, *CONTEXT_AXES})
+"""Axes whose group is the same for all stages of a pipeline rank."""
+
+
 class Spreads:
     """The groups of a plan's tensor-parallel rank 0 of one data-parallel rank (0) on every pipeline
     rank, each looked at once.
@@ -43,7 +47,9 @@ class Spreads:
         self._dp_rank = dp_rank
         # Devices after which the network looks the same: those of one leaf switch, or of one node.
         self._period = plan.cluster.devices_per_node * max(1, plan.cluster.nodes_per_leaf)
-        # Spreads by (axis, size, place in the period, extent); and those of several axes by pipeline rank.
+        # Spreads by axis and where they are asked for, by (axis, size, place in the period, extent); and those of
+        # several axes by pipeline rank.
+        self._at: dict[tuple[object, ...], Spread] = {}
         self._known: dict[tuple[object, ...], Spread] = {}
         self._of_ranks: dict[tuple[tuple[str, ...], int], tuple[Spread, ...]] = {}
         # How many global ranks one step along an axis is, in the grid of dense layers and in that of experts.
@@ -55,11 +61,14 @@ class Spreads:
 
         Axes are those of `core.program.Collective`.
         """
-        ranks = self.members(axis, stage, pp_rank)
-        key = (axis, len(ranks), int(ranks[0]) % self._period, int(ranks[-1] - ranks[0]))
-        if key not in self._known:
-            self._known[key] = spread_of(self._plan.cluster, ranks.tolist())
-        return self._known[key]
+        place = (axis, pp_rank) if axis in RANK_AXES else (axis, stage, pp_rank)
+        if place not in self._at:
+            ranks = self.members(axis, stage, pp_rank)
+            key = (axis, len(ranks), int(ranks[0]) % self._period, int(ranks[-1] - ranks[0]))
+            if key not in self._known:
+                self._known[key] = spread_of(self._plan.cluster, ranks.tolist())
+            self._at[place] = self._known[key]
+        return self._at[place]
 
     def of_rank(self, axes: tuple[str, ...], stage: int, pp_rank: int) -> tuple[Spread, ...]:
         """The spreads over several axes that do not depend on the stage."""

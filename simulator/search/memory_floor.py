@@ -12,9 +12,9 @@ from math import inf
 from typing import NamedTuple
 
 from ...core.plan.plan import Plan
-from ...core.program import composition, stage_groups
+from ...core.program import Group, composition, num_shards, stage_groups
 from ..memory.sizes import Parts, part_tape, part_tapes
-from ..memory.static import gradients_bytes, optimizer_bytes, weights_bytes
+from ..memory.static import StageElements, elements_of, gradients_bytes, optimizer_bytes, weights_bytes
 from ..memory.tensors import LayerTensors
 from ..stack.profiles import profile_of
 
@@ -62,8 +62,25 @@ class _Saved(NamedTuple):
         return self.retained + self.backward if count == 1 else count * self.retained
 
 
-_Ends = tuple[tuple[tuple[object, ...], tuple[int, ...]], ...]
-"""What the ranks of the first and of the last stage hold, and which stages these are."""
+class _End(NamedTuple):
+    """The rank of the first or of the last stage. `number` is that of all that hold the same. Stages of it that hold
+    the same are one of `stages`, each with how many these are; `parts` are what a microbatch keeps of all of them, and
+    `own` what it keeps of the first or last stage, part by part with their counts; `last` is that stage's last part."""
+
+    number: int
+    stages: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[Group, int], ...]
+    own: tuple[tuple[Group, int], ...]
+    last: Group
+
+
+class _Tapes(NamedTuple):
+    """What is known of layouts that cut layers in the same way: how large tensors are, the tapes of parts, and what a
+    microbatch keeps on the ranks of the ends, by their numbers."""
+
+    tensors: LayerTensors
+    parts: Parts
+    saved: dict[int, _Saved]
 
 
 class MemoryFloors:
@@ -71,9 +88,11 @@ class MemoryFloors:
     with the same ZeRO stage their sharding."""
 
     def __init__(self) -> None:
+        self._ends: dict[tuple[object, ...], tuple[_End, _End]] = {}
+        self._numbers: dict[object, int] = {}
+        self._elements: dict[tuple[object, ...], list[StageElements]] = {}
         self._resting: dict[tuple[object, ...], _Resting] = {}
-        self._parts: dict[tuple[object, ...], tuple[Parts, dict[object, _Saved]]] = {}
-        self._contents: dict[tuple[object, ...], _Ends] = {}
+        self._tapes: dict[tuple[object, ...], _Tapes] = {}
 
     def bytes_of(self, plan: Plan) -> int:
         """Bytes that the worst rank holds at least: what stays throughout and what its schedule must have in flight on
@@ -92,13 +111,14 @@ class MemoryFloors:
         """The same of plans that differ from one in their ZeRO stage, and in the order of their schedule: by schedule
         those of the ZeRO stages, each with what makes its plan. `counts` are the numbers of microbatches that
         data-parallel ranks have. Where what rests alone is above `most_bytes` nothing else is counted."""
-        num_microbatches, ends = counts[0], self._ends(plan)
+        num_microbatches, ends = counts[0], self._ends_of(plan)
         resting = self._resting_of(plan, len(counts), ends, zeros)
         rests = [max(each.held + each.summed for each in ranks) for ranks in resting]
         if min(rests) > most_bytes:
             return dict.fromkeys(schedules, rests)
-        saved = self._saved_of(plan, ends)
-        steady = not self._grows(plan) or num_microbatches >= 3 * plan.layout.pp
+        tapes = self._tapes_of(plan)
+        saved = (self._saved_of(plan, 0, ends[0], tapes), self._saved_of(plan, 1, ends[1], tapes))
+        steady = not tapes.tensors.profile.growing_gradients or num_microbatches >= 3 * plan.layout.pp
         found = {}
         for name in schedules:
             fills = steady and name in FILLED_IN_FLIGHT
@@ -108,73 +128,90 @@ class MemoryFloors:
             ]
         return found
 
-    def _grows(self, plan: Plan) -> bool:
-        return profile_of(plan).memory.growing_gradients
-
     def _resting_of(
-        self, plan: Plan, num_counts: int, ends: _Ends, zeros: Mapping[int, Callable[[], Plan]]
+        self, plan: Plan, num_counts: int, ends: tuple[_End, _End], zeros: Mapping[int, Callable[[], Plan]]
     ) -> list[tuple[_Resting, _Resting]]:
         """By ZeRO stage what rests on the ranks of the first and of the last stage."""
-        layout, found = plan.layout, []
+        layout, found = plan.layout, list[_Resting]()
         cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.dp, len(plan.placement.ranks[0]), num_counts)
         for zero, made in zeros.items():
-            for content, stages in ends:
-                key = (cut, zero, content)
+            for end in ends:
+                key = (cut, zero, end.number)
                 if (resting := self._resting.get(key)) is None:
-                    resting = self._resting[key] = _resting(made(), stages)
+                    resting = self._resting[key] = self._rests(made(), end)
                 found.append(resting)
         return list(zip(found[::2], found[1::2], strict=True))
 
-    def _saved_of(self, plan: Plan, ends: _Ends) -> tuple[_Saved, _Saved]:
-        """What a microbatch keeps on the ranks of the first and of the last stage."""
-        layout, recompute = plan.layout, plan.recompute
-        cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp, layout.sequence_parallel)
-        family = (*cut, plan.batch.micro_size, recompute)
-        if family not in self._parts:
-            self._parts[family] = part_tapes(plan), {}
-        parts, known = self._parts[family]
-        found = []
-        for end, (content, stages) in enumerate(ends):
-            if (saved := known.get((end, content))) is None:
-                saved = known[end, content] = _saved(plan, stages, end, parts)
-            found.append(saved)
-        return found[0], found[1]
+    def _rests(self, plan: Plan, end: _End) -> _Resting:
+        """What rests on the rank of an end. Parts of its stages are those of all copies and ZeRO stages, how often they
+        are cut is not."""
+        layout, profile = plan.layout, profile_of(plan).memory
+        key = (layout.tp, layout.ep, layout.etp, end.number)
+        if (stages := self._elements.get(key)) is None:
+            stages = self._elements[key] = [elements_of(plan, profile, stage) for stage, _ in end.stages]
+        held, summed = 0, 0
+        for (stage, count), elements in zip(end.stages, stages, strict=True):
+            of_plan = elements._replace(shards=num_shards(plan, stage))
+            held += count * (weights_bytes(plan, profile, of_plan) + optimizer_bytes(plan, profile, of_plan))
+            summed += count * gradients_bytes(plan, profile, of_plan)
+        return _Resting(held, summed)
 
-    def _ends(self, plan: Plan) -> _Ends:
+    def _tapes_of(self, plan: Plan) -> _Tapes:
+        """What is known of layouts that cut layers as a plan's does."""
+        layout = plan.layout
+        cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp, layout.sequence_parallel)
+        key = (*cut, plan.batch.micro_size, plan.recompute)
+        if key not in self._tapes:
+            self._tapes[key] = _Tapes(LayerTensors(plan, profile_of(plan).memory), part_tapes(plan), {})
+        return self._tapes[key]
+
+    def _saved_of(self, plan: Plan, side: int, end: _End, tapes: _Tapes) -> _Saved:
+        """What a microbatch keeps on the rank of the first stage, or where `side` is 1 of the last. The backward that
+        is looked at is that of the last part, before which nothing of the stage is freed."""
+        key = 2 * end.number + side
+        if (saved := tapes.saved.get(key)) is None:
+            tensors, parts = tapes.tensors, tapes.parts
+            retained, own = (
+                sum(count * part_tape(group, tensors, parts).retained_bytes for group, count in groups)
+                for groups in (end.parts, end.own)
+            )
+            tape = part_tape(end.last, tensors, parts)
+            saved = tapes.saved[key] = _Saved(retained, own, tape.backward_bytes - tape.retained_bytes)
+        return saved
+
+    def _ends_of(self, plan: Plan) -> tuple[_End, _End]:
         layout, placement = plan.layout, plan.placement
         last = placement.num_stages - 1
-        ranks = (placement.ranks[0][0], placement.ranks[last][0])
-        owned = tuple(placement.stages_of_ranks[rank] for rank in ranks)
+        owned = tuple(placement.stages_of_ranks[placement.ranks[stage][0]] for stage in (0, last))
         key = (layout.pp, layout.vpp, layout.stages, owned, plan.recompute)
-        if key not in self._contents:
-            parts = (tuple(composition(stage_groups(plan, stage)) for stage in own) for own in owned)
-            self._contents[key] = tuple(zip(parts, owned, strict=True))
-        return self._contents[key]
+        if (ends := self._ends.get(key)) is None:
+            first, other = owned
+            ends = self._ends[key] = (self._end(plan, first, first[0]), self._end(plan, other, other[-1]))
+        return ends
+
+    def _end(self, plan: Plan, stages: Sequence[int], at_end: int) -> _End:
+        """The rank that holds some stages, of which one is first or last of all."""
+        same: dict[object, list[int]] = {}
+        for stage in stages:
+            same.setdefault(composition(stage_groups(plan, stage)), []).append(stage)
+        contents = tuple(composition(stage_groups(plan, stage)) for stage in stages)
+        return _End(
+            number=self._numbers.setdefault(contents, len(self._numbers)),
+            stages=tuple((first, 1 + len(others)) for first, *others in same.values()),
+            parts=_kept_parts(plan, stages),
+            own=_kept_parts(plan, [at_end]),
+            last=stage_groups(plan, at_end)[-1],
+        )
 
 
-def _resting(plan: Plan, stages: Sequence[int]) -> _Resting:
-    profile, held, summed = profile_of(plan).memory, 0, 0
-    for stage, count in _distinct(plan, stages):
-        held += count * (weights_bytes(plan, profile, stage) + optimizer_bytes(plan, profile, stage))
-        summed += count * gradients_bytes(plan, profile, stage)
-    return _Resting(held, summed)
-
-
-def _saved(plan: Plan, stages: Sequence[int], end: int, parts: Parts) -> _Saved:
-    """That of the rank of the first stage, or where `end` is 1 of the last, whose backward is looked at: that of its
-    last part, before which nothing of the stage is freed."""
-    tensors = LayerTensors(plan, profile_of(plan).memory)
-    last = stages[-1 if end else 0]
-    retained = sum(count * _retained(plan, stage, tensors, parts) for stage, count in _distinct(plan, stages))
-    own = _retained(plan, last, tensors, parts)
-    tape = part_tape(stage_groups(plan, last)[-1], tensors, parts)
-    return _Saved(retained, own, tape.backward_bytes - tape.retained_bytes)
-
-
-def _retained(plan: Plan, stage: int, tensors: LayerTensors, parts: Parts) -> int:
-    """Bytes that a microbatch keeps on the device of a stage."""
-    groups = (group for group in stage_groups(plan, stage) if not group.offloaded)
-    return sum(group.count * part_tape(group, tensors, parts).retained_bytes for group in groups)
+def _kept_parts(plan: Plan, stages: Sequence[int]) -> tuple[tuple[Group, int], ...]:
+    """The parts of stages of which a microbatch keeps something on the device, one of those that are equal with how
+    many these are."""
+    found: dict[int, tuple[Group, int]] = {}
+    for group in (group for stage in stages for group in stage_groups(plan, stage) if not group.offloaded):
+        _, known = found.get(group.part, (group, 0))
+        found[group.part] = (group, known + group.count)
+    return tuple(found.values())
 
 
 def _running(name: str, saved: tuple[_Saved, _Saved], pp: int, num_microbatches: int) -> tuple[int, int]:
@@ -188,11 +225,3 @@ def _running(name: str, saved: tuple[_Saved, _Saved], pp: int, num_microbatches:
         more = min(FIRST_OF_TWO[name](pp), num_microbatches) - 1
         return max(first.running(1), first.retained + more * first.own), last.running(1)
     return first.running(1), last.running(1)
-
-
-def _distinct(plan: Plan, stages: Sequence[int]) -> list[tuple[int, int]]:
-    """One of the stages that hold the same, and how many these are."""
-    found: dict[object, list[int]] = {}
-    for stage in stages:
-        found.setdefault(composition(stage_groups(plan, stage)), []).append(stage)
-    return [(first, 1 + len(others)) for first, *others in found.values()]

@@ -189,7 +189,7 @@ class _Hunt:
                 for cheap_s, cut in _bounded(entry, self._shared):
                     heapq.heappush(queue, (max(bound_s, cheap_s), next(place), cut))
             elif isinstance(entry, Cut):
-                for sharp_s, plan in _sharpened(entry, self.space):
+                for sharp_s, plan in _sharpened(entry, self.space, self._shared):
                     heapq.heappush(queue, (max(bound_s, sharp_s), next(place), plan))
             elif (reason := self._misfit(entry)) is not None:
                 tally.reject(reason)
@@ -246,10 +246,11 @@ def _bounded(family: Family, shared: dict[tuple[object, ...], Any]) -> Iterator[
         )
 
 
-def _sharpened(cut: Cut, space: SearchSpace) -> Iterator[tuple[float, Plan]]:
+def _sharpened(cut: Cut, space: SearchSpace, shared: dict[tuple[object, ...], Any]) -> Iterator[tuple[float, Plan]]:
     """(sharp bound in seconds, plan) of every plan of a cut."""
     for plan in variants(cut, space):
-        yield lower_bound_s(plan, Pricing(plan, gathers_scheduled=plan.schedule.max_active_stages is not None)), plan
+        gathers_scheduled = plan.schedule.max_active_stages is not None
+        yield lower_bound_s(plan, Pricing(plan, gathers_scheduled=gathers_scheduled, shared=shared)), plan
 
 
 def _memories(plan: Plan) -> tuple[RankMemory, ...]:
