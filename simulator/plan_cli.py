@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,13 +25,14 @@ from ..core.commands.options import (
 )
 from ..core.plan.plan import Plan
 from ..core.plan.rules import RULES
+from .search.freed import SHORT, STAGES, free_values, word
 from .search.parts import merged, part_of
 from .search.progress import watching
 from .search.question import OBJECTIVES, Question
 from .search.search import REASONS, search
 from .search.why import reasons
 
-SHORT_KEYS = {"micro": "batch.micro", "recompute": "recompute.mode", "schedule": "schedule.name"}
+SHORT_KEYS = {"micro": "batch.micro", "recompute": "recompute.mode", "schedule": "schedule.name", **SHORT}
 """What --fix takes besides whole keys and those of [layout]."""
 
 FIRST_CHOICE = 3
@@ -50,6 +52,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="a value that is not searched: tp=8 (repeatable)",
+    )
+    group.add_argument(
+        "--free",
+        action="append",
+        default=[],
+        metavar="KEY[=VALUES]",
+        help=f"what is searched besides: {', '.join(SHORT)}, or overlap for all of these; dtype=bf16,fp8 says which "
+        "values (repeatable)",
     )
     group.add_argument(
         "--objective",
@@ -101,6 +111,8 @@ def _searched(args: argparse.Namespace) -> tuple[dict[str, Any], list[Plan], str
     if args.batch_tokens is not None:
         args.set.append(f"batch.global={_sequences(args)}")
     space = read_search_space(args)
+    fixed = {f"{section}.{key}" for section, keys in option_values(args).items() for key in keys}
+    space = replace(space, free=free_values(args.free, space, fixed))
     part = (1, 1) if args.part is None else part_of(args.part)
     if args.part is not None and (args.pareto or args.objective == "memory"):
         raise PlanError("--part ranks by the step's time, as --merge does. Leave out --pareto and --objective memory.")
@@ -122,7 +134,7 @@ def _searched(args: argparse.Namespace) -> tuple[dict[str, Any], list[Plan], str
         report |= {
             "part": list(part),
             "top": args.top,
-            "options": {"plan": args.plan, "max-memory": args.max_memory, **given},
+            "options": {"plan": args.plan, "max-memory": args.max_memory, "free": sorted(args.free), **given},
         }
     elif not args.pareto:
         report["why"] = [each._asdict() for each in reasons(result.plans, limit) if each.peak_memory_bytes]
@@ -184,10 +196,18 @@ def plan_text(title: str, report: Mapping[str, Any], width: int | None = None) -
 
 
 def _assumptions(report: Mapping[str, Any]) -> list[str]:
-    """What nobody said, and how to say otherwise."""
+    """What nobody said, and how to say otherwise, and what was searched on demand."""
+    assumed = report.get("assumed", {})
     return [
-        f"not said, so {key}={value}: --set {key}=... for others" for key, value in report.get("assumed", {}).items()
+        *(f"not said, so {key}={value}: --set {key}=... for others" for key, value in assumed.items()),
+        *(_freed(key, values) for key, values in report.get("free", {}).items()),
     ]
+
+
+def _freed(key: str, values: Sequence[Any]) -> str:
+    """What was searched on demand."""
+    tried = "the usual cut, and that by min-max" if key == STAGES else ", ".join(map(word, values))
+    return f"searched too: {key} ({tried}{'; not the same bits' if key == 'precision.dtype' else ''})"
 
 
 def _rows(candidates: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -197,7 +217,10 @@ def _rows(candidates: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], lis
     names += ["etp"] if any(layout["etp"] != layout["tp"] for layout in layouts) else []
     costs = [name for name in ("step_price", "step_energy_j") if candidates and name in candidates[0]]
     titles = {"step_price": "price", "step_energy_j": "energy"}
-    header = ("", "step", "MFU", *names, "sp", "zero", "micro", "recompute", "schedule")
+    free = [candidate.get("free", {}) for candidate in candidates]
+    freed = [key for key in (free[0] if free else ()) if any(each.get(key) is not None for each in free)]
+    freed_names = [key.partition(".")[2] for key in freed]
+    header = ("", "step", "MFU", *names, "sp", "zero", "micro", "recompute", "schedule", *freed_names)
     rows = []
     for place, candidate in enumerate(candidates, start=1):
         layout = candidate["layout"]
@@ -207,6 +230,7 @@ def _rows(candidates: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], lis
             str(candidate["batch"]["micro"]),
             candidate["recompute"],
             candidate["schedule"],
+            *(word(candidate["free"].get(key)) for key in freed),
         )
         cells = (str(place), format_s(candidate["step_time_s"]), f"{candidate['mfu']:.1%}")
         paid = [

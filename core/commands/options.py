@@ -23,9 +23,10 @@ from ..layout.layout import Layout
 from ..machine.cluster import ClusterSpec
 from ..model.model import ModelSpec
 from ..plan.build import Draft, refuse_modules
+from ..plan.communicators import Communicators
 from ..plan.keys import key_named
 from ..plan.plan import Plan, any_plan, build_plan
-from ..plan.sections import Batch, DataParallel, Numerics, Offload, Optimizer, Precision, Runtime, Train
+from ..plan.sections import Batch, Checkpoint, DataParallel, Numerics, Offload, Optimizer, Precision, Runtime, Train
 from ..plan.toml import Given, Values
 from ..schedule import default_name
 from ..schedule.timeline import Timeline
@@ -79,6 +80,7 @@ class SearchSpace:
 
     `pinned` holds the layout, microbatch, recompute and schedule values that the user fixed on the command line, by
     dotted key (`{"layout.tp": 8}`); all others are free. `batch.micro_size` is 1 unless pinned or given by a plan file.
+    `free` holds what is free besides, the values to try by dotted key (`simulator.search.freed`).
     `assumed` holds keys that the question implies and nobody gave, such as the stack that a GPU cluster is planned for.
     """
 
@@ -92,11 +94,16 @@ class SearchSpace:
     data_parallel: DataParallel = field(default_factory=DataParallel)
     offload: Offload = field(default_factory=Offload)
     train: Train = field(default_factory=Train)
+    communicators: Communicators = field(default_factory=Communicators)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     pinned: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    free: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     assumed: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-SHARED_WITH_PLANS = tuple(entry.name for entry in fields(SearchSpace) if entry.name not in ("pinned", "assumed"))
+_ITS_OWN = ("pinned", "free", "assumed")
+
+SHARED_WITH_PLANS = tuple(entry.name for entry in fields(SearchSpace) if entry.name not in _ITS_OWN)
 """What a search space takes from a plan."""
 
 

@@ -109,6 +109,15 @@ def _parse(text: str) -> list[int]:
     return [cell.count("t") for cell in cells]
 
 
+def layers_written(stages: str) -> list[int]:
+    """Layers of every stage of a layout string. Raises `LayoutError` for one that is none.
+
+    >>> layers_written("Ett|(ttt|)*2tL")
+    [2, 3, 3, 1]
+    """
+    return _parse(stages)
+
+
 def num_mtp_written(stages: str) -> int:
     """Modules of multi-token prediction that a legal layout string names."""
     return _expand(stages.replace(" ", "").replace(",", "")).count("m")

@@ -164,7 +164,7 @@ class BlockPricer:
 
     def _again(self, work: Op) -> Part:
         """What is computed a second time of one layer's work."""
-        key = (work.role, self._shapes(work.recomputed))
+        key = (work.role, self.window, self._shapes(work.recomputed))
         found: Part | None = self.known.get(key)
         if found is None:
             found = self.known[key] = self._forward(work.recomputed, work.role)

@@ -88,6 +88,12 @@ class Pricing(CommunicationPricing):
         found: tuple[Seconds, Seconds, Seconds] = self._blocks[key]
         return found
 
+    def group_s(self, group: Group, stage: int) -> float:
+        """Seconds of a forward and a backward of one part of a group on a stage: its kernels, and what is exchanged
+        inside it."""
+        block = self._block(group, Place(stage, self._owners[stage][0]), not self._may_sum_shards)
+        return block.forward.seconds.total_s + block.backward.seconds.total_s
+
     def inner_class(self, stage: int, replica: int = 0) -> object:
         """Equal for stages of which `unsharded` is the same."""
         return composition(self._groups[stage]), self._spreads.shift(self._owners[stage][replica])

@@ -93,5 +93,6 @@ def _is_row(row: Any) -> bool:
         and isinstance(row.get("layout"), dict)
         and set(LAYOUT_KEYS) <= set(row["layout"])
         and isinstance(row.get("batch"), dict)
+        and isinstance(row.get("free", {}), dict)
         and "micro" in row["batch"]
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,6 +30,7 @@ from ..simulation.simulate import simulate
 from ..stack.profiles import profile_of
 from ..step.step import worst
 from .bounds import chain_bounds_s, family_bound_s, lower_bound_s
+from .freed import chosen_of, spaces_of
 from .memory_floor import MemoryFloors
 from .question import SLOWEST_OF_FRONT, Progress, Question, check_objective, costs
 from .simplicity import complexity, num_axes, plainer_first
@@ -80,12 +82,17 @@ def search(space: SearchSpace | Plan, question: Question | None = None) -> Searc
     tally = hunt.tally
     tally.evaluated += len(best)
     report = {
-        "candidates": [candidate(plan, found) for plan, found in best],
+        "candidates": [
+            {**candidate(plan, found), **({"free": chosen_of(plan, space.free)} if space.free else {})}
+            for plan, found in best
+        ],
         "evaluated": tally.evaluated,
         "simulated": tally.simulated,
         "rejected": {reason: number for reason, number in sorted(tally.rejected.items()) if number},
         "elapsed_s": perf_counter() - started,
     }
+    if space.free:
+        report["free"] = {key: list(values) for key, values in space.free.items()}
     return SearchResult(report, tuple(plan for plan, _ in best))
 
 
@@ -98,8 +105,10 @@ class _Hunt:
 
     def __init__(self, space: SearchSpace, question: Question):
         self.space, self.question, self.tally = space, question, Tally()
-        self._place, self._floors = count(), MemoryFloors()
-        self._shared: dict[tuple[object, ...], Any] = {}
+        self._spaces = tuple(spaces_of(space))
+        self._place = count()
+        self._floors: dict[object, MemoryFloors] = defaultdict(MemoryFloors)
+        self._shared: dict[object, dict[tuple[object, ...], Any]] = defaultdict(dict)
         self._queue: list[tuple[float, int, Family | Cut | Plan]] = []
 
     def fastest(self) -> list[Answer]:
@@ -122,7 +131,7 @@ class _Hunt:
                 return True
             if entry is None or not isinstance(entry, Family | Plan):
                 return False
-            least = entry.least_bytes if isinstance(entry, Family) else self._floors.bytes_of(entry)
+            least = entry.least_bytes if isinstance(entry, Family) else self._floors[_kin(entry)].bytes_of(entry)
             things = num_axes(entry.plan) if isinstance(entry, Family) else complexity(entry)[0]
             return any(
                 step_s <= bound_s and report["peak_memory_bytes"] <= least and complexity(plan)[0] <= things
@@ -153,8 +162,9 @@ class _Hunt:
             num_bytes, _, entry, is_exact = heapq.heappop(queue)
             if isinstance(entry, Family):
                 for same_cut in cuts(entry):
-                    for plan in (plan for cut in same_cut for plan in variants(cut, self.space)):
-                        heapq.heappush(queue, (self._floors.bytes_of(plan), next(place), plan, False))
+                    for plan in (plan for cut in same_cut for plan in variants(cut)):
+                        least = self._floors[_kin(plan)].bytes_of(plan)
+                        heapq.heappush(queue, (least, next(place), plan, False))
             elif is_exact:
                 found.append((num_bytes, entry))
             elif (reason := self._misfit(entry)) is not None:
@@ -175,7 +185,8 @@ class _Hunt:
         with None of all that have no lower bound. Yields after every step of the search."""
         queue, place, tally = self._queue, self._place, self.tally
         for family in self._possible():
-            queue.append((family_bound_s(family, Pricing(family.plan, shared=self._shared)), next(place), family))
+            pricing = Pricing(family.plan, shared=self._shared[_kin(family.plan)])
+            queue.append((family_bound_s(family, pricing), next(place), family))
         heapq.heapify(queue)
         while queue:
             bound_s, _, entry = queue[0]
@@ -186,10 +197,10 @@ class _Hunt:
             if lost(bound_s, entry):
                 tally.reject("beaten", _num_plans(entry))
             elif isinstance(entry, Family):
-                for cheap_s, cut in _bounded(entry, self._shared):
+                for cheap_s, cut in _bounded(entry, self._shared[_kin(entry.plan)]):
                     heapq.heappush(queue, (max(bound_s, cheap_s), next(place), cut))
             elif isinstance(entry, Cut):
-                for sharp_s, plan in _sharpened(entry, self.space, self._shared):
+                for sharp_s, plan in _sharpened(entry, self._shared[_kin(entry.plan)]):
                     heapq.heappush(queue, (max(bound_s, sharp_s), next(place), plan))
             elif (reason := self._misfit(entry)) is not None:
                 tally.reject(reason)
@@ -207,10 +218,12 @@ class _Hunt:
 
     def _possible(self) -> Iterator[Family]:
         """The families with what may fit of them."""
-        for family in families(self.space, self.tally, self.question.part):
-            usable = self._usable_bytes(family.plan)  # goes by the degrees alone
-            if (left := fitting(family, self.space, self._floors, usable, self.tally)) is not None:
-                yield left
+        for space in self._spaces:
+            for family in families(space, self.tally, self.question.part):
+                usable = self._usable_bytes(family.plan)  # goes by the degrees alone
+                floors = self._floors[_kin(family.plan)]
+                if (left := fitting(family, floors, usable, self.tally)) is not None:
+                    yield left
 
     def _usable_bytes(self, plan: Plan) -> int:
         usable, most = capacity_of(plan).usable_bytes, self.question.most_bytes
@@ -224,6 +237,11 @@ class _Hunt:
         except ScheduleError:
             return "schedule-can-be-built"
         return "out-of-memory" if heaviest.peak_bytes > self._usable_bytes(plan) else None
+
+
+def _kin(plan: Plan) -> object:
+    """Equal for plans of the same free keys, which have prices and bytes in common: all where none is freed."""
+    return plan.precision, plan.runtime, plan.data_parallel, plan.layout.order
 
 
 def _num_plans(entry: Family | Cut | Plan) -> int:
@@ -246,9 +264,9 @@ def _bounded(family: Family, shared: dict[tuple[object, ...], Any]) -> Iterator[
         )
 
 
-def _sharpened(cut: Cut, space: SearchSpace, shared: dict[tuple[object, ...], Any]) -> Iterator[tuple[float, Plan]]:
+def _sharpened(cut: Cut, shared: dict[tuple[object, ...], Any]) -> Iterator[tuple[float, Plan]]:
     """(sharp bound in seconds, plan) of every plan of a cut."""
-    for plan in variants(cut, space):
+    for plan in variants(cut):
         gathers_scheduled = plan.schedule.max_active_stages is not None
         yield lower_bound_s(plan, Pricing(plan, gathers_scheduled=gathers_scheduled, shared=shared)), plan
 

@@ -1,5 +1,5 @@
 """Which layouts a search looks at: degrees, microbatch, schedule, sequence parallelism, recomputation and ZeRO,
-as far as they are free.
+as far as they are free; what it looks at besides on demand is in `freed`.
 
 They come in families, whose layers cost the same; a family has cuts, which differ in more than the ZeRO
 stage, and a cut has plans.
@@ -24,8 +24,11 @@ from ...core.plan.plan import Plan
 from ...core.plan.rules import broken_rules
 from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
 from ...core.schedule import CATALOG
+from ..cost.pricing import Pricing
 from ..stack.profiles import PROFILES
+from .freed import STAGES, is_another, without_whole
 from .memory_floor import MemoryFloors
+from .min_max import min_max_stages, work_of
 
 MICRO_SIZES = (1, 2, 4, 8, 16)
 """Microbatch sizes tried unless one is pinned."""
@@ -71,9 +74,10 @@ class Skeleton(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Layouts that differ in chunks, schedule and ZeRO stage only, so that their layers cost the same: one plan of
-    them, what makes the others, and a lower bound on the memory of each."""
+    """Layouts of a space that differ in chunks, cut of the layers, schedule and ZeRO stage only, so that their layers
+    cost the same: one plan of them, what makes the others, and a lower bound on the memory of each."""
 
+    space: SearchSpace
     plan: Plan
     skeletons: tuple[Skeleton, ...]
     least_bytes: int = 0
@@ -85,8 +89,10 @@ class Family(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Layouts that differ in their ZeRO stage only: the plan of the first one, the schedule's name, and the stages."""
+    """Layouts of a space that differ in their ZeRO stage only: the plan of the first one, the schedule's name, and the
+    stages."""
 
+    space: SearchSpace
     plan: Plan
     schedule: str
     zeros: tuple[int, ...]
@@ -140,7 +146,8 @@ def families(space: SearchSpace, tally: Tally, part: tuple[int, int] = (1, 1)) -
             if zeros:
                 tried = tuple(Skeleton(layout, dict.fromkeys(names, zeros)) for layout, names in skeletons)
                 for plan in _recomputed(space, pinned, tried[0], batch, zeros[0]):
-                    yield Family(plan, tried)
+                    more = _min_max_cuts(space, plan, tried) if STAGES in space.free else ()
+                    yield Family(space, plan, (*tried, *more))
     if not found:
         raise PlanError(_no_degrees(space))
 
@@ -151,11 +158,12 @@ def cuts(family: Family) -> Iterator[list[Cut]]:
     for skeleton in family.skeletons:
         cut = _cut_layout(skeleton.layout, layout.sequence_parallel, layout.zero)
         first = _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
-        yield [Cut(first, name, zeros) for name, zeros in skeleton.zeros.items()]
+        yield [Cut(family.space, first, name, zeros) for name, zeros in skeleton.zeros.items()]
 
 
-def fitting(family: Family, space: SearchSpace, floors: MemoryFloors, usable_bytes: int, tally: Tally) -> Family | None:
+def fitting(family: Family, floors: MemoryFloors, usable_bytes: int, tally: Tally) -> Family | None:
     """What is left of a family without the plans that do not fit, which are counted; None where nothing is."""
+    space = family.space
     pinned, left, least = Pinned(space), list[Skeleton](), usable_bytes
     for (first, *_), skeleton in zip(cuts(family), family.skeletons, strict=True):
         possible: dict[str, tuple[int, ...]] = {}
@@ -169,7 +177,7 @@ def fitting(family: Family, space: SearchSpace, floors: MemoryFloors, usable_byt
         if possible:
             ordered = {name: possible[name] for name in skeleton.schedules if name in possible}
             left.append(Skeleton(skeleton.layout, ordered))
-    found = Family(family.plan, tuple(left), least)
+    found = family._replace(skeletons=tuple(left), least_bytes=least)
     if found.size < family.size:
         tally.reject("out-of-memory", family.size - found.size)
     if not left:
@@ -187,9 +195,9 @@ def _by_multiple(schedules: Sequence[str]) -> dict[int, list[str]]:
     return found
 
 
-def variants(cut: Cut, space: SearchSpace) -> Iterator[Plan]:
+def variants(cut: Cut) -> Iterator[Plan]:
     """The plans of a cut, one for every ZeRO stage."""
-    pinned = Pinned(space)
+    space, pinned = cut.space, Pinned(cut.space)
     for zero in cut.zeros:
         yield _with_zero(cut.plan, space, pinned, cut.schedule, zero)
 
@@ -289,6 +297,8 @@ def _skeletons(
     except LayoutError:
         tally.reject("illegal-layout")
         return []
+    if not is_another(space, layout):
+        return []
     if broken := broken_rules({**_shared_nouns(space), "layout": layout, "batch": batch}):
         tally.reject(broken[0].rule.name)
         return []
@@ -329,7 +339,7 @@ def _shared_nouns(space: SearchSpace) -> dict[str, Any]:
 
 def _zeros(space: SearchSpace, pinned: Pinned, tally: Tally, layout: Layout) -> tuple[int, ...]:
     """The ZeRO stages to try; groups of `data_parallel.shard` ranks must divide the data-parallel ranks."""
-    zeros = pinned.values("layout.zero", (0, 1, 2, 3) if layout.dp * layout.cp > 1 else (0,))
+    zeros = without_whole(space, pinned.values("layout.zero", (0, 1, 2, 3) if layout.dp * layout.cp > 1 else (0,)))
     if space.data_parallel.shard is None:
         return zeros
     sharding = DataParallel(shard=space.data_parallel.shard)
@@ -338,6 +348,23 @@ def _zeros(space: SearchSpace, pinned: Pinned, tally: Tally, layout: Layout) -> 
         return zeros
     tally.reject(broken[0].rule.name)
     return tuple(zero for zero in zeros if zero == 0)
+
+
+def _min_max_cuts(space: SearchSpace, plan: Plan, skeletons: Sequence[Skeleton]) -> Iterator[Skeleton]:
+    """The skeletons of a family with the cut by min-max of its own layers' seconds, where that is another."""
+    work = work_of(plan, Pricing(plan)) if plan.layout.pp > 1 else None
+    if work is None:
+        return
+    for skeleton in skeletons:
+        layout = skeleton.layout
+        cut = _cut_layout(layout, plan.layout.sequence_parallel, plan.layout.zero)
+        first = _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
+        stages = min_max_stages(work, first.placement)
+        if stages is None:
+            continue
+        other = _changed(first, layout=replace(cut, stages=stages))
+        if other.stages != first.stages:
+            yield skeleton._replace(layout=replace(layout, stages=stages))
 
 
 def _recomputed(space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: Batch, zero: int) -> Iterator[Plan]:

@@ -13,6 +13,7 @@ from ...core.plan.sections import Recompute, ScheduleChoice
 from ..memory.capacity import capacity_of
 from ..simulation.simulate import simulate
 from ..stack.profiles import PROFILES
+from .freed import KEYS, chosen_of, word
 from .space import RECOMPUTE_MODES
 
 CAUSES = {
@@ -108,6 +109,8 @@ def changes(best: Plan, plan: Plan) -> str:
     split = (best.layout.sequence_parallel, plan.layout.sequence_parallel)
     if split[0] != split[1] and best.layout.tp > 1 < plan.layout.tp:
         rows.append(("sequence_parallel", str(split[0]).lower(), str(split[1]).lower()))
+    others, new = (chosen_of(each, KEYS) for each in (best, plan))
+    rows += [(key.partition(".")[2], word(others[key]), word(new[key])) for key in KEYS]
     return " ".join(f"{name}={new}" for name, old, new in rows if old != new)
 
 

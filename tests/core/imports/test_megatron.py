@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from shardproof.core.imports.given import import_file, values_of
 from shardproof.core.imports.megatron_experts import layer_pattern
 from shardproof.core.imports.megatron_flags import RELEASES, UNDER, all_flags
 from shardproof.core.imports.megatron_write import write
+from shardproof.core.layout.stages import layers_written
 from shardproof.core.plan.keys import KEYS
 from shardproof.core.plan.plan import Plan, any_plan
 from shardproof.core.plan.toml import Given
@@ -394,6 +396,37 @@ def survives(plan: Plan) -> None:
             getattr(mine, field.name) is None or getattr(mine, field.name) == getattr(other, field.name)
             for field in dataclasses.fields(mine)
         ), section
+
+
+@st.composite
+def uneven_plans(draw: st.DrawFn) -> Plan:
+    """Plans whose stages have layers of any number, the first and the last none too, in any form of the string."""
+    pp, vpp = draw(st.sampled_from([2, 3, 4, 8])), draw(st.sampled_from([1, 2, 3]))
+    counts = draw(st.lists(st.integers(1, 5), min_size=pp * vpp, max_size=pp * vpp))
+    counts[0], counts[-1] = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    counts[0] += not any(counts)
+    cells = ["t" * count if draw(st.booleans()) or not count else f"t*{count}" for count in counts]
+    plan = Plan.from_toml(
+        f'[model]\npreset = "llama3-8b"\nnum_layers = {sum(counts)}\n[cluster]\npreset = "dgx-h100"\n'
+        f'[runtime]\nprofile = "megatron-te"\n[layout]\npp = {pp}\nvpp = {vpp}\nstages = "E{"|".join(cells)}L"\n'
+        f"[batch]\nglobal = {8 * pp}\nsequence = 1024\n"
+        f'[schedule]\nname = "{"Interleaved1F1B" if vpp > 1 else "1F1B"}"\n'
+    )
+    assert layers_written(plan.layout.stages) == counts
+    return plan
+
+
+@sampled("count", [10, 100], on_push=1)
+def test_layout_strings_of_uneven_plans_survive_the_way_there_and_back(count):
+    def both_ways(plan: Plan) -> None:
+        ((path, text),) = write(plan).files
+        assert f"--pipeline-model-parallel-layout {shlex.quote(plan.layout.stages)} " in text
+        again = any_plan(imported(text, path).values, path)
+        assert (again.layout, again.stages, again.schedule) == (plan.layout, plan.stages, plan.schedule)
+
+    settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))(
+        given(uneven_plans())(both_ways)
+    )()
 
 
 def test_what_a_script_cannot_say_is_lost_with_its_reason():
