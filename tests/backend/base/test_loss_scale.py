@@ -223,7 +223,7 @@ def poisoned_rank(transport, payload):
     return "no rank has seen it"
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("layout", "mode", "global_rank", "name", "data_parallel"),
     [
         (Layout(tp=2, pp=2), "exact", 3, "layers.1.mlp.up.weight", ALL_AT_ONCE),
@@ -237,6 +237,7 @@ def poisoned_rank(transport, payload):
         (Layout(tp=2, dp=2, sequence_parallel=True, zero=2), "fast", 2, "layers.1.attention.norm.weight", ALL_AT_ONCE),
         (Layout(dp=3, pp=2, zero=2), "exact", 4, "layers.1.mlp.down.weight", ALL_AT_ONCE),
     ],
+    on_push=5,
 )
 def test_a_nan_on_one_rank_is_seen_by_all_and_the_rank_and_tensor_are_named(
     layout, mode, global_rank, name, data_parallel
