@@ -298,7 +298,7 @@ SHAPES = [
 CASES = {f"{name} p{pp} v{CATALOG[name].nearest_vpp(vpp)} m{m}": case(name, pp, m, vpp) for name, pp, m, vpp in SHAPES}
 
 
-@pytest.fixture(scope="module", params=sample(CASES.values(), on_push=8), ids=CASES.keys())
+@pytest.fixture(scope="module", params=sample(CASES.values(), on_push=len(CASES) - 9), ids=CASES.keys())
 def schedule(request) -> Schedule:
     return request.param
 
