@@ -6,6 +6,7 @@ which sum in no fixed order, make them fine enough for degrees above `MAX_DEGREE
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -134,6 +135,12 @@ def degree_to_admit(mode: str, layout: Layout) -> int:
     return MAX_DEGREE if mode == "exact" else max(MAX_DEGREE, layout.tp, layout.expert_tp)
 
 
+@functools.cache
+def _parts(number: int, max_degree: int) -> int:
+    """The fewest parts that every degree up to the largest which divides the number can share out evenly."""
+    return math.lcm(*(degree for degree in range(1, max_degree + 1) if number % degree == 0))
+
+
 def leaf_sizes(
     model: ModelSpec,
     sequence: int,
@@ -149,11 +156,8 @@ def leaf_sizes(
     degree up to `max_degree` that divides the key/value heads, blocks of experts that admit every such degree that
     divides their width, and blocks of tokens for sums over them that leave eight or more in a sequence."""
 
-    def parts(number: int) -> int:
-        return math.lcm(*(degree for degree in range(1, max_degree + 1) if number % degree == 0))
-
     def blocks(width: int, block: int | None) -> Leaves:
-        return Leaves(width, block or -(-width // parts(model.num_kv_heads)))
+        return Leaves(width, block or -(-width // _parts(model.num_kv_heads, max_degree)))
 
     gradient_block = gradient_token_block or min(128, sequence)
     return LeafSizes(
@@ -162,7 +166,7 @@ def leaf_sizes(
         vocab=blocks(model.vocab_size, vocab_block),
         gradient_token_block=gradient_block,
         reduction_token_block=reduction_token_block or min(32, gradient_block, max(1, sequence // MAX_DEGREE)),
-        expert_ffn=Leaves(model.expert_width, model.expert_width // parts(model.expert_width))
+        expert_ffn=Leaves(model.expert_width, model.expert_width // _parts(model.expert_width, max_degree))
         if model.is_moe
         else None,
         shared_ffn=blocks(model.shared_expert_width, None) if model.num_shared_experts else None,
