@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -20,6 +21,9 @@ os.environ.pop("COLUMNS", None)  # what tests capture is as wide as it comes, wh
 
 import shardproof.backend  # noqa: F401 - sets MKL_CBWR
 from shardproof.backend.launching.launch import Workers, preload
+
+EXAMPLES_ON_PUSH = 50
+"""Of a property that says no number of its own; `--full` tries Hypothesis' own hundred."""
 
 WorkersOf = Callable[..., Workers]
 
@@ -38,13 +42,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "full" not in item.keywords]
 
 
-def pytest_configure() -> None:
-    """Gives each worker of pytest-xdist (`gw0`, `gw1`, ...) a core, and whatever it starts the same one.
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives properties their examples, without deadlines: on shared machines the time of one means nothing. Gives each
+    worker of pytest-xdist (`gw0`, `gw1`, ...) a core, and whatever it starts the same one.
 
     Ranks that are threads hand the interpreter's lock to each other at every operation of a tiny model. Between cores
     each hand-over wakes a sleeping thread: eight ranks take 2.7 times the processor time that they take on one core,
     half of it in the kernel.
     """
+    settings.register_profile("push", deadline=None, max_examples=EXAMPLES_ON_PUSH)
+    settings.register_profile("full", deadline=None)
+    settings.load_profile("full" if config.getoption("--full") else "push")
     preload("pytest", "hypothesis")  # which modules of tests import, and so ranks whose jobs are in them
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and hasattr(os, "sched_setaffinity"):

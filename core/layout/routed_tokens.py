@@ -73,6 +73,8 @@ class RoutedTokens:
         if layout.expert_tp * layout.ep % self.tp == 0 and layout.order.startswith("tp-"):
             return None  # every copy has whole tensor-parallel groups, and context parallelism cuts between blocks
         for group in layout.expert_groups("tp-ep"):
+            if layout.coordinates(group[0])["pp"]:
+                continue  # every pipeline rank has these groups
             for pieces in self.seen(layout, group[0]).values():
                 sizes: dict[int, int] = {}
                 for piece in pieces:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 
 from helpers.plans import product_plan
@@ -20,9 +19,6 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import TOKEN_TABLE
 from shardproof.core.plan.plan import Plan
-
-settings.register_profile("shared-machine", deadline=None)
-settings.load_profile("shared-machine")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from helpers.bits import assert_same_bits, collect, on_one_device, whole_tensors
+from helpers.gates import sampled
 from helpers.paths import EXAMPLES
 from helpers.plans import training_plan
 from shardproof import Trainer, lower, run_schedule
@@ -71,7 +72,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("plan", LAYOUTS.values(), ids=LAYOUTS.keys())
+@sampled("plan", LAYOUTS.values(), ids=LAYOUTS.keys(), on_push=4)
 def test_every_layout_trains_to_the_bits_of_one_device(plan, workers, one_device):
     scalars, whole = one_device(plan)
     ranks = workers(plan.layout.world_size, "memory").run(collect, (plan, None))

@@ -1,5 +1,4 @@
-"""Hypothesis without deadlines: the machines that run these tests are shared, so the time of one
-example means nothing."""
+"""Bubbles of schedules, as tests of the core measure them."""
 
 from __future__ import annotations
 
@@ -7,14 +6,10 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
 
 from shardproof.core.schedule.action import Kind
 from shardproof.core.schedule.schedule import Schedule
 from shardproof.simulator.engine.engine import run_schedule
-
-settings.register_profile("shared-machine", deadline=None)
-settings.load_profile("shared-machine")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+MODES = ("exact", "fast")
+"""Of numerics."""
+
 
 def sampled(
     names: str | tuple[str, ...], cases: Iterable[Any], *, on_push: int, **keywords: Any
@@ -31,3 +34,11 @@ def _marked(case: Any, single: bool) -> Any:
     if hasattr(case, "marks"):  # what `pytest.param` gave
         return case._replace(marks=(*case.marks, pytest.mark.full))
     return pytest.param(*((case,) if single else case), marks=pytest.mark.full)
+
+
+def in_both_modes(cases: Iterable[Any], *, fast_on_push: int) -> list[Any]:
+    """Every `pytest.param` with `exact` behind its values, and with `fast`, of these on every push only the first so
+    many: what is cut and sent is the same in both but for the sums."""
+    cases = list(cases)
+    exact, fast = ([pytest.param(*case.values, mode, id=f"{case.id}-{mode}") for case in cases] for mode in MODES)
+    return [*exact, *sample(fast, on_push=fast_on_push, single=False)]

@@ -97,9 +97,9 @@ def _stages(plan: Plan, kind: Kind) -> Iterator[int]:
         yield from (min(stages) for stages in plan.placement.stages_of_ranks)
 
 
-def stored() -> list[tuple[Plan, dict[str, Any]]]:
-    """The stored plans with their numbers."""
-    rows = [json.loads(line) for line in STORED.read_text(encoding="utf-8").splitlines()]
+def stored(which: slice = slice(None)) -> list[tuple[Plan, dict[str, Any]]]:
+    """Some of the stored plans with their numbers: only these are read."""
+    rows = [json.loads(line) for line in STORED.read_text(encoding="utf-8").splitlines()[which]]
     return [(plan_of(row["plan"]), row["numbers"]) for row in rows]
 
 

@@ -1,18 +1,13 @@
-"""Small plans for the verifier: every schedule of the catalog, with a tied table; and Hypothesis without
-deadlines, as in `tests/core`."""
+"""Small plans for the verifier: every schedule of the catalog, with a tied table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
 
 from shardproof import Plan
 from shardproof.core.schedule import CATALOG
-
-settings.register_profile("shared-machine", deadline=None)
-settings.load_profile("shared-machine")
 
 PLAN = """
 [model]

@@ -126,12 +126,12 @@ def steps_of(transport, plan):
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_an_overflow_makes_every_rank_skip_the_step_and_halve_the_scale(mode):
-    plan = tiny(Layout(tp=2, pp=2), mode=mode, initial_loss_scale=TOO_MUCH, loss_scale_hysteresis=1, steps=14)
+    plan = tiny(Layout(tp=2, pp=2), mode=mode, initial_loss_scale=TOO_MUCH, loss_scale_hysteresis=1, steps=8)
     ranks = run_ranks(steps_of, plan, world_size=4, transport="memory")
     assert all(rank == ranks[0] for rank in ranks[1:])
     skipped = [skipped for _, _, skipped, _ in ranks[0]]
     assert skipped[:4] == [True] * 4 and not all(skipped)
-    assert [scale for _, scale, _, _ in ranks[0]] == [TOO_MUCH / 2 ** sum(skipped[:step]) for step in range(14)]
+    assert [scale for _, scale, _, _ in ranks[0]] == [TOO_MUCH / 2 ** sum(skipped[:step]) for step in range(8)]
     assert [changed for *_, changed in ranks[0]] == [not each for each in skipped]
 
 
@@ -223,7 +223,7 @@ def poisoned_rank(transport, payload):
     return "no rank has seen it"
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("layout", "mode", "global_rank", "name", "data_parallel"),
     [
         (Layout(tp=2, pp=2), "exact", 3, "layers.1.mlp.up.weight", ALL_AT_ONCE),
@@ -237,6 +237,7 @@ def poisoned_rank(transport, payload):
         (Layout(tp=2, dp=2, sequence_parallel=True, zero=2), "fast", 2, "layers.1.attention.norm.weight", ALL_AT_ONCE),
         (Layout(dp=3, pp=2, zero=2), "exact", 4, "layers.1.mlp.down.weight", ALL_AT_ONCE),
     ],
+    on_push=5,
 )
 def test_a_nan_on_one_rank_is_seen_by_all_and_the_rank_and_tensor_are_named(
     layout, mode, global_rank, name, data_parallel

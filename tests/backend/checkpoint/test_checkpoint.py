@@ -222,7 +222,7 @@ CHANGES = {
 }
 
 
-@sampled("name", CHANGES, on_push=7)
+@sampled("name", CHANGES, on_push=4)
 def test_a_run_resumed_under_another_layout_has_every_bit_of_an_undisturbed_one(name, undisturbed, tmp_path):
     first, second = (replace(plan, checkpoint=Checkpoint(str(tmp_path))) for plan in CHANGES[name])
     steps, state = undisturbed(second)

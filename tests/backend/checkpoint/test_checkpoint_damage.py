@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from helpers.gates import sampled
 from helpers.plans import product_plan
 from shardproof.backend.base.libraries import CHECKPOINTS
 from shardproof.backend.checkpoint import saver
@@ -239,7 +240,7 @@ DAMAGES: tuple[Callable[[random.Random, Path, Path], str], ...] = (
 )
 
 
-@pytest.mark.parametrize("part", range(4))
+@sampled("part", range(4), on_push=2)
 def test_of_200_random_damages_each_is_named_and_no_damaged_tensor_is_used(part, runs, tmp_path, monkeypatch, capfd):
     for number in range(50 * part, 50 * part + 50):
         chosen = random.Random(number)

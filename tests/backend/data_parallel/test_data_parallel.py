@@ -47,7 +47,7 @@ PLANS = {
 besides weights in bf16."""
 
 
-@sampled("plan", PLANS.values(), ids=PLANS.keys(), on_push=3)
+@sampled("plan", PLANS.values(), ids=PLANS.keys(), on_push=2)
 def test_no_bit_differs_and_no_sum_is_in_another_order(plan):
     assert unsupported(plan) == []
     proof = prove(plan, transport="memory", steps=2)
@@ -121,7 +121,7 @@ class SharedAndUnused(torch.nn.Module):
         return x + self.mlp(self.again(x))
 
 
-@pytest.mark.parametrize(
+@sampled(
     "plan",
     [
         tiny(Layout(tp=2, dp=3, sequence_parallel=True), samples=6, **BUCKETS),
@@ -129,6 +129,7 @@ class SharedAndUnused(torch.nn.Module):
         tiny(Layout(pp=2, dp=2, zero=1), samples=6, schedule="ZBH1"),
     ],
     ids=["early buckets tp2 dp3 sp", "zero1 tp2 cp2 sp", "zero1 dp2, split backward"],
+    on_push=2,
 )
 def test_parameters_that_are_shared_or_unused_train_to_the_bits_of_one_device(plan):
     proof = prove(plan, block=SharedAndUnused, transport="memory", steps=2)

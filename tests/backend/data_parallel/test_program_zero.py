@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.gates import in_both_modes
 from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.core.layout.layout import Layout
@@ -90,8 +91,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-@pytest.mark.parametrize(("layout", "choices"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "choices", "mode"), in_both_modes(LAYOUTS, fast_on_push=4))
 def test_every_action_of_a_step_with_zero_or_buckets_records_the_program(layout, choices, mode):
     assert_every_action_records_the_program(plan_of(layout, mode, **choices))
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 
+from helpers.gates import in_both_modes
 from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.core.layout.layout import Layout
@@ -80,7 +81,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("layout", "choices", "mode"),
-    [pytest.param(*each.values, mode, id=f"{each.id}-{mode}") for each in LAYOUTS for mode in ("exact", "fast")],
+    in_both_modes(LAYOUTS, fast_on_push=4),
 )
 def test_every_action_of_a_step_records_the_program(layout, choices, mode):
     assert_every_action_records_the_program(plan_of(layout, mode, **choices))

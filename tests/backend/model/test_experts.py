@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from helpers.gates import in_both_modes
 from helpers.plans import product_plan
 from helpers.program import assert_every_action_records_the_program, recorded_step
 from helpers.stage import spread_weights, tokens_of, whole_gradients
@@ -281,8 +282,7 @@ RECORDED = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-@pytest.mark.parametrize("choices", RECORDED)
+@pytest.mark.parametrize(("choices", "mode"), in_both_modes(RECORDED, fast_on_push=4))
 def test_every_action_of_a_step_with_balanced_experts_records_the_program(monkeypatch, choices, mode):
     monkeypatch.setattr(router, "choose", balanced)
     model = replace(LLAMA, vocab_size=256)

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from helpers.gates import in_both_modes
 from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.backend.base.microbatch import Microbatch
@@ -89,8 +90,7 @@ UNEVEN = [
 
 @pytest.mark.parametrize(
     ("layout", "choices", "mode"),
-    [pytest.param(*each.values, mode, id=f"{each.id}-{mode}") for each in LAYOUTS for mode in ("exact", "fast")]
-    + UNEVEN,
+    in_both_modes(LAYOUTS, fast_on_push=4) + UNEVEN,
 )
 def test_every_action_of_a_step_records_the_program(layout, choices, mode):
     assert_every_action_records_the_program(plan_of(layout, mode, **choices))

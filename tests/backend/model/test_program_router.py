@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.gates import in_both_modes
 from helpers.plans import plan
 from helpers.program import assert_every_action_records_the_program
 from shardproof.core.layout.layout import Layout
@@ -76,7 +77,7 @@ UNEVEN = [pytest.param(Layout(tp=3, sequence_parallel=True), {"micro": 2}, "exac
 
 @pytest.mark.parametrize(
     ("layout", "choices", "mode"),
-    [pytest.param(*each.values, mode, id=f"{each.id}-{mode}") for each in CASES for mode in ("exact", "fast")] + UNEVEN,
+    in_both_modes(CASES, fast_on_push=4) + UNEVEN,
 )
 def test_every_action_records_what_the_program_says_of_routers(layout, choices, mode):
     found = assert_every_action_records_the_program(plan_of(layout, mode, **choices), only=of_routers)

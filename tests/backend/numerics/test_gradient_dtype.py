@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.gates import sampled
 from helpers.plans import product_plan
 from shardproof.backend.base.recorder import Recorder
 from shardproof.backend.launching.launch import run_ranks
@@ -111,7 +112,7 @@ EXPERTS = replace(
 )
 
 
-@pytest.mark.parametrize(
+@sampled(
     "plan",
     [
         tiny(Layout(dp=3), global_size=5),
@@ -120,6 +121,7 @@ EXPERTS = replace(
         tiny(Layout(tp=2, ep=2, etp=1), model=EXPERTS),
     ],
     ids=["dp3, uneven samples", "sp2 pp2", "dp2 cp2, fp32", "experts"],
+    on_push=2,
 )
 def test_in_exact_numerics_no_bit_depends_on_the_layout(plan):
     proof = prove(plan, transport="memory")

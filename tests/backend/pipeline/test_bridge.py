@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from helpers.gates import sampled
 from helpers.plans import plan
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.launching.launch import Workers
@@ -367,7 +368,7 @@ def reference():
     return run_threads(MemoryWorld(1), one_device, None)[0]
 
 
-@pytest.mark.parametrize(
+@sampled(
     "modules",
     [
         pytest.param(Modules((Layout(tp=4), Layout(tp=2)), 3), id="tp4-tp2"),
@@ -382,6 +383,7 @@ def reference():
         pytest.param(Modules((Layout(dp=3), Layout(tp=2)), 2), id="fan-in-in-rounds"),
         pytest.param(Modules((Layout(), Layout(dp=3, tp=2)), 2), id="fan-out-in-rounds"),
     ],
+    on_push=6,
 )
 def test_a_model_on_two_grids_has_the_bits_of_one_device(modules, reference):
     world = MemoryWorld(sum(layout.world_size for layout in modules.layouts), timeout_s=60)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.gates import sampled
 from helpers.modules import modular, module
 from shardproof import ModularPlan, Trainer
 from shardproof.backend.base.microbatch import Microbatch
@@ -60,7 +61,7 @@ def ledger_of(plan: ModularPlan, steps: int = 2) -> RunLedger:
     return RunLedger.merge(run_threads(MemoryWorld(plan.world_size, timeout_s=60), prove_rank, ProofJob(plan, steps)))
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@sampled("plan", PLANS.values(), ids=PLANS.keys(), on_push=3)
 def test_no_bit_differs_from_modules_that_are_not_cut(plan: ModularPlan) -> None:
     assert unsupported(plan) == []
     reference, run = ledger_of(one_device(plan)), ledger_of(plan)

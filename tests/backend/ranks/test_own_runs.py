@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardproof
+from helpers.gates import sampled
 from shardproof.backend.pipeline.measure import measured_timeline
 from shardproof.core.layout.layout import Layout
 from shardproof.core.schedule import CATALOG
@@ -37,7 +38,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@sampled("name", RUNS, on_push=3)
 def test_actions_order_and_bytes_are_exact_and_peak_memory_within_5_percent(name, workers):
     plan = RUNS[name]
     row = own.compare(plan, workers(plan.layout.world_size).run(own.record_rank, plan))

@@ -134,7 +134,7 @@ PIPELINE = tiny(Layout(pp=2, dp=2), schedule="ZBH1")
 """Ranks 0 and 1 run 0F0 0F1 0B0 0B1, ranks 2 and 3 1F0 1I0 1F1 1I1 1W0 1W1; every stage is reduced over two ranks."""
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("global_rank", "action", "words"),
     [
         (0, "0F1", "rank 0 was at 0F1 (step 2, action 3 of 10)"),
@@ -148,6 +148,7 @@ PIPELINE = tiny(Layout(pp=2, dp=2), schedule="ZBH1")
         (2, "1REDUCE_GRAD", "lane dp at 1REDUCE_GRAD"),
         (0, "0STEP", "rank 0 was at 0STEP (step 2, action 10 of 10)"),
     ],
+    on_push=6,
 )
 def test_a_rank_killed_inside_an_action_ends_the_job_at_once_and_the_action_is_named(
     tmp_path, global_rank, action, words

@@ -96,7 +96,8 @@ def test_a_step_waits_for_moments_as_long_as_the_link_takes():
 
 
 def test_a_search_keeps_what_rests_in_host_memory():
-    away = plan(tp=8, sequence=4096, offload=Offload(4, 0.5), **LARGE)
+    small = {**LARGE, "model": "llama3.2-3b", "cluster": cluster_preset("dgx-h100", 2)}
+    away = plan(tp=2, sequence=4096, offload=Offload(4, 0.5), **small)
     assert {each.offload for each in search(away).plans} == {Offload(4, 0.5)}
 
 

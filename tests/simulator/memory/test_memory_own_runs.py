@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
@@ -60,9 +61,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "mode", "layout", "schedule"), RUNS, ids=lambda value: getattr(value, "degrees", value)
-)
+@sampled(("model", "mode", "layout", "schedule"), RUNS, ids=lambda value: getattr(value, "degrees", value), on_push=5)
 def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode, layout, schedule):
     from shardproof.backend.trainer import Trainer
 

@@ -11,6 +11,7 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from helpers.gates import sampled
 from shardproof.core.base.errors import PlanError
 from shardproof.core.base.units import format_s
 from shardproof.core.commands.options import SearchSpace
@@ -158,7 +159,7 @@ def test_without_clipping_the_ranking_is_that_of_simulating_everything():
     check_ranking(given, [(s, plan) for s, plan in everything(given, modes=("none",)) if plan.layout.tp == 1])
 
 
-@pytest.mark.parametrize("profile", ["shardproof", "megatron-te", "torchtitan", "megatron-2021"])
+@sampled("profile", ["shardproof", "megatron-te", "torchtitan", "megatron-2021"], on_push=2)
 @pytest.mark.parametrize("name", BUILT_FAST)
 def test_no_run_beats_its_bounds_and_memory_needs_few_microbatches(name, profile):
     vpps = [vpp for vpp in (1, 2, 3) if CATALOG[name].nearest_vpp(vpp) == vpp]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.core.plan.plan import Plan
 from shardproof.verify.causes.describe import describe, divergence, where_of
 from shardproof.verify.causes.first_cause import run_against
@@ -32,7 +33,7 @@ def reference_of() -> Callable[[Plan], RunLedger]:
     return reference
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("plan", "fault", "phase", "tensor", "words"),
     [
         (
@@ -59,6 +60,7 @@ def reference_of() -> Callable[[Plan], RunLedger]:
         ),
     ],
     ids=["dp3", "tp3-row", "tp2-head", "dp2-router"],
+    on_push=2,
 )
 def test_a_rank_that_keeps_its_own_part_is_named_by_what_it_lacks(
     reference_of: Callable[[Plan], RunLedger], plan: Plan, fault: str, phase: str, tensor: str, words: str

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof.backend.model.block import TransformerBlock
 from shardproof.backend.numerics.exact import ExactNumerics
 from shardproof.core.base.errors import RankFailure
@@ -58,10 +59,11 @@ def first_of(plan: Plan, breaks, transport="memory") -> tuple[dict, str]:
     return first, str(describe(plan, run, differences)[0])
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("degrees", "transport"),
     [({"dp": 2}, "memory"), ({"dp": 2}, "gloo"), ({"tp": 2, "dp": 2}, "memory"), ({"pp": 2, "tp": 2}, "memory")],
     ids=["dp2", "dp2-gloo", "tp2dp2", "pp2tp2"],
+    on_push=2,
 )
 def test_an_infinite_gradient_of_one_rank_is_the_first_difference_whatever_others_have(degrees, transport):
     """With data parallelism the norms of copies differ: the others take the step, and the run goes
@@ -73,8 +75,8 @@ def test_an_infinite_gradient_of_one_rank_is_the_first_difference_whatever_other
     assert "learning_rate" not in finding
 
 
-@pytest.mark.parametrize(
-    "degrees", [{"tp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "dtype": "bf16"}], ids=["tp2", "zero1", "bf16"]
+@sampled(
+    "degrees", [{"tp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "dtype": "bf16"}], ids=["tp2", "zero1", "bf16"], on_push=1
 )
 def test_values_that_overflow_in_a_sum_are_named_where_they_first_do(degrees):
     first, finding = first_of(tiny(**degrees), with_growing_sums)

@@ -181,7 +181,7 @@ LAYOUTS += [
 ]
 
 
-@sampled("plan", LAYOUTS, on_push=8)
+@sampled("plan", LAYOUTS, on_push=4)
 def test_no_bit_differs(plan: Plan) -> None:
     proof = prove(plan, transport="memory", steps=1)
     assert proof.findings == () and proof.changes == () and proof.report["bits_different"] == 0

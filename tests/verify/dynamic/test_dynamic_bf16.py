@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.gates import sampled
 from helpers.plans import training_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
@@ -29,7 +30,7 @@ def tiny(
     )
 
 
-@pytest.mark.parametrize(
+@sampled(
     "plan",
     [
         pytest.param(tiny(Layout(tp=4)), id="tp4"),
@@ -42,6 +43,7 @@ def tiny(
             tiny(Layout(tp=6, sequence_parallel=True), model="tiny-gpt-6h", samples=2, micro=2), id="tp6-sp-micro2"
         ),
     ],
+    on_push=2,
 )
 def test_no_bit_differs_in_bf16(plan: Plan) -> None:
     proof = prove(plan, transport="memory", steps=1)

@@ -91,7 +91,7 @@ DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
             tiny(cp=2, tp=2, model="tiny-llama", changes={"qk_norm": True}, samples=2), id="cp2-tp2-norms-of-heads"
         ),
     ],
-    on_push=4,
+    on_push=2,
 )
 def test_no_bit_differs_with_context_parallelism(plan: Plan) -> None:
     assert twin(plan) == (plan, [])

@@ -27,10 +27,10 @@ JOINED = modular(module("encoder", tp=2, pp=2), module("decoder", ["encoder"], d
 @sampled(
     ("plan", "last"),
     [
-        pytest.param(tiny(tp=2, pp=2, vpp=2, schedule="Interleaved1F1B", model=EXPERTS), "layers.3.output", id="vpp2"),
         pytest.param(
             replace(tiny(dp=3, zero=3, samples=5), schedule=WEIGHTS_IN_PARTS), "layers.1.output", id="zero3-dp3"
         ),
+        pytest.param(tiny(tp=2, pp=2, vpp=2, schedule="Interleaved1F1B", model=EXPERTS), "layers.3.output", id="vpp2"),
         pytest.param(JOINED, "decoder.layers.0.output", id="modules"),
     ],
     on_push=1,

@@ -97,7 +97,7 @@ PLANS = {
 }
 
 
-@sampled("name", PLANS, on_push=5)
+@sampled("name", PLANS, on_push=2)
 def test_no_bit_differs_with_experts(name: str) -> None:
     steps = 2 if PLANS[name].model.expert_bias else 1  # the first step changes the bias that the second one routes with
     proof = prove(PLANS[name], transport="memory", steps=steps)

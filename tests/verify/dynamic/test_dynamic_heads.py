@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.gates import sampled
 from helpers.plans import plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
@@ -35,7 +36,7 @@ def llama(layout: Layout, groups: int, heads: int, **choices: Any) -> Plan:
     )
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("plan", "held"),
     [
         pytest.param(llama(Layout(tp=3), 4, 8), [(0, 2), (2, 3), (3, 4)], id="tp3-of-4-groups"),
@@ -52,6 +53,7 @@ def llama(layout: Layout, groups: int, heads: int, **choices: Any) -> Plan:
             llama(Layout(tp=2, cp=2), 6, 12, head_block=2, qk_norm=True), [(0, 4), (4, 6)], id="tp2-cp2-of-3-leaves"
         ),
     ],
+    on_push=3,
 )
 def test_no_bit_differs(plan: Plan, held: list[tuple[int, int]]) -> None:
     assert [plan.leaf_sizes.heads.owned_items(plan.layout.tp, rank) for rank in range(plan.layout.tp)] == held

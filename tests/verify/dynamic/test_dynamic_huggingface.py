@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.gates import sampled
 from shardproof import Trainer
 from shardproof.core.base.errors import PlanError
 from shardproof.core.plan.plan import Plan
@@ -43,7 +44,7 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["tp = 2\npp = 2", "tp = 2\ndp = 3\nsequence_parallel = true"])
+@sampled("layout", ["tp = 2\npp = 2", "tp = 2\ndp = 3\nsequence_parallel = true"], on_push=1)
 def test_loaded_weights_train_to_the_same_bits_in_every_layout(model, layout):
     loaded = prove(plan_of(model, layout, 'load = "trained"'), transport="memory", steps=2)
     drawn = prove(plan_of(model, layout), transport="memory", steps=2)

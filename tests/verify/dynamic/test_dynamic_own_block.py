@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from helpers.gates import sampled
 from helpers.plans import training_plan
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.tensor_parallel import mappings, split_fused
@@ -119,7 +120,7 @@ class Forgetful(nn.Module):
 SP = {"sequence_parallel": True}
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("plan", "block"),
     [
         pytest.param(tiny(Layout(tp=2, dp=3), model="tiny-llama", micro=2), Plain, id="gated-tp2-dp3"),
@@ -138,6 +139,7 @@ SP = {"sequence_parallel": True}
         ),
         pytest.param(tiny(Layout(tp=4, **SP), model="tiny-llama", micro=2), WithMappings, id="mappings-tp4-sp"),
     ],
+    on_push=4,
 )
 def test_no_bit_of_an_own_block_differs(plan: Plan, block: type[nn.Module]) -> None:
     proof = prove(plan, block=block, transport="memory", steps=1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.gates import sampled
 from helpers.plans import plan
 from shardproof.core.plan.plan import Plan
 from shardproof.verify.dynamic.proof import prove
@@ -49,7 +50,7 @@ def documents(tmp_path: Path) -> dict[str, Any]:
     return {"packed": True, "data": str(tmp_path)}
 
 
-@pytest.mark.parametrize(
+@sampled(
     "choices",
     [
         pytest.param({"cp": 2, "tp": 2, "sequence_parallel": True, "micro": 2}, id="learned-positions"),
@@ -57,6 +58,7 @@ def documents(tmp_path: Path) -> dict[str, Any]:
         pytest.param({"cp": 4, "cp_inner": 2, "ring": True}, id="heads-of-2-then-ring"),
         pytest.param({"pp": 2, "block": 24, "micro": 2}, id="one-block"),
     ],
+    on_push=2,
 )
 def test_no_bit_differs_with_packed_documents(choices: dict[str, Any], documents: dict[str, Any]) -> None:
     plan = tiny(**choices, train=documents)

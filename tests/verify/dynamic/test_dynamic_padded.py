@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.gates import sampled
 from helpers.plans import training_plan
 from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.launching.launch import run_ranks
@@ -76,7 +77,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("layout", "choices"), CASES.values(), ids=CASES)
+@sampled(("layout", "choices"), CASES.values(), ids=CASES, on_push=3)
 def test_no_bit_differs_from_one_device_with_whole_sequences(folder: str, layout: Layout, choices: dict) -> None:
     plan = padded(folder, layout, **choices)
     assert unsupported(plan) == []

@@ -65,7 +65,7 @@ def tiny(layout: Layout, *, dropout: float = 0.2, **chosen: Any) -> Plan:
             id="dropout-distributed-bf16-split-backward",
         ),
     ],
-    on_push=4,
+    on_push=2,
 )
 def test_no_bit_differs_from_one_device_that_keeps_everything(plan: Plan) -> None:
     assert one_device(plan).recompute == Recompute("none")

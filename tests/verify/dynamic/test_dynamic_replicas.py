@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.gates import sampled
 from helpers.plans import training_plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
@@ -32,7 +33,7 @@ PLANS: Mapping[str, Plan] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@sampled("name", PLANS, on_push=2)
 def test_no_bit_differs_from_one_device(name: str) -> None:
     proof = prove(PLANS[name], transport="memory", steps=2 if "dp3" in name else 1)
     assert proof.findings == () and proof.ok and proof.report["bits_different"] == 0

@@ -73,7 +73,7 @@ MOE = Recompute("selective", modules=("moe",))
             tiny(SIGMOID, Layout(dp=3, ep=3), micro=2, train=replace(BUSY, ignore_token=101)), id="ep3-ignored-tokens"
         ),
     ],
-    on_push=4,
+    on_push=2,
 )
 def test_no_bit_differs_with_every_choice_of_a_router(plan: Plan) -> None:
     proof = prove(plan, transport="memory", steps=2)

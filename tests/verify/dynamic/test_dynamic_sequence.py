@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from helpers.gates import sampled
 from helpers.plans import training_plan
 from shardproof.core.base.errors import PlanError
 from shardproof.core.plan.plan import Plan
@@ -22,7 +23,7 @@ tiny = partial(training_plan, samples=6, schedule="1F1B", sequence_parallel=True
 SIX_OF_22 = [(4 * i, min(4 * i + 4, 22)) for i in range(6)]
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("plan", "bounds"),
     [
         pytest.param(tiny(tp=2, pp=2, dp=2, samples=4), [(0, 12), (12, 24)], id="tp2-pp2-dp2"),
@@ -36,6 +37,7 @@ SIX_OF_22 = [(4 * i, min(4 * i + 4, 22)) for i in range(6)]
             tiny(tp=2, pp=2, vpp=2, samples=4, schedule="ZBVZeroBubble"), [(0, 12), (12, 24)], id="split-backward"
         ),
     ],
+    on_push=3,
 )
 def test_no_bit_differs_with_sequence_parallelism(plan: Plan, bounds: list[tuple[int, int]]) -> None:
     assert [plan.tokens_of(tp_rank) for tp_rank in range(plan.layout.tp)] == bounds

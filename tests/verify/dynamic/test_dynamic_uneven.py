@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardproof.backend.unsupported as unsupported_module
+from helpers.gates import sampled
 from helpers.plans import training_plan
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
@@ -28,7 +29,7 @@ def tiny(layout: Layout, samples: int, *, micro: int = 1, schedule: str = "1F1B"
     )
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("plan", "samples"),
     [
         pytest.param(tiny(Layout(dp=3), 7), [(0, 3), (3, 5), (5, 7)], id="dp3-of-7"),
@@ -40,6 +41,7 @@ def tiny(layout: Layout, samples: int, *, micro: int = 1, schedule: str = "1F1B"
             tiny(Layout(cp=2, dp=3), 4, model="tiny-moe"), [(0, 2), (2, 3), (3, 4)], id="experts-cp2-dp3-of-4"
         ),
     ],
+    on_push=2,
 )
 def test_no_bit_differs(plan: Plan, samples: list[tuple[int, int]]) -> None:
     assert [plan.samples_of(dp_rank) for dp_rank in range(plan.layout.dp)] == samples and unsupported(plan) == []

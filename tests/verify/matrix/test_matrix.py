@@ -119,7 +119,7 @@ def test_every_refusal_says_what_would_be_admitted() -> None:
     assert len(refusals()) < 10
 
 
-@sampled("number", range(NUM_SAMPLES), on_push=5)
+@sampled("number", range(NUM_SAMPLES), on_push=3)
 def test_a_layout_has_the_bits_of_one_device(number: int) -> None:
     outcome = run_row(sample()[number], references(), steps=1)
     assert outcome.ok, outcome.line

@@ -35,7 +35,7 @@ def test_every_bug_has_its_words() -> None:
     assert {name[:4] for name in WORDS} == {mutant.id[:4] for mutant in MUTANTS}
 
 
-@sampled("mutant", [each for each in MUTANTS if each.id in WORDS], ids=lambda mutant: mutant.id, on_push=5)
+@sampled("mutant", [each for each in MUTANTS if each.id in WORDS], ids=lambda mutant: mutant.id, on_push=3)
 def test_a_first_cause_is_named_where_and_what_it_is(mutant) -> None:
     score = judge_mutants([mutant])
     (verdict,) = score.verdicts

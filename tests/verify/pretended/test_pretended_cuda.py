@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,39 @@ pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None,
     reason="needs a C++ compiler",
 )
+
+EACH_IN_A_FORK = """
+import json, os, sys, torch, traceback
+found = {}
+for name, script in json.load(sys.stdin).items():
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            exec(script, {})
+            said = "right"
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as answer:
+        found[name] = answer.read()
+    os.wait()
+json.dump(found, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """`right` for each script that runs to its end on pretended CUDA, else its traceback; torch is loaded once."""
+    scripts = {"TENSORS": TENSORS, "WEIGHT_GRADIENTS": WEIGHT_GRADIENTS, "STREAMS": STREAMS}
+    command = [sys.executable, "-c", EACH_IN_A_FORK]
+    variables = dict(environment(tmp_path_factory.mktemp("pretended")))
+    done = subprocess.run(command, env=variables, input=json.dumps(scripts), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
 
 TENSORS = """
 import torch
@@ -51,14 +86,11 @@ except RuntimeError as error:
     assert "same device" in str(error), error
 else:
     raise AssertionError("tensors of two devices were added")
-print("right")
 """
 
 
-def test_tensors_on_pretended_cuda_are_those_of_the_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TENSORS]
-    done = subprocess.run(command, env=dict(environment(tmp_path)), capture_output=True, text=True)
-    assert done.stdout == "right\n", done.stderr
+def test_tensors_on_pretended_cuda_are_those_of_the_cpu(said: Mapping[str, str]) -> None:
+    assert said["TENSORS"] == "right"
 
 
 WEIGHT_GRADIENTS = """
@@ -76,14 +108,11 @@ for device, worst in (("cpu", 0.1), ("cuda", 1e-5)):
     total = parts.total()
     parts.add_to(total)
     assert (total[0::2].cpu() - 2 * exact).abs().max() <= worst and torch.equal(total[0::2], -total[1::2])
-print("right")
 """
 
 
-def test_on_cuda_a_bf16_weight_gradient_is_added_to_its_fp32_sum_without_rounding(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WEIGHT_GRADIENTS]
-    done = subprocess.run(command, env=dict(environment(tmp_path)), capture_output=True, text=True)
-    assert done.stdout == "right\n", done.stderr
+def test_on_cuda_a_bf16_weight_gradient_is_added_to_its_fp32_sum_without_rounding(said: Mapping[str, str]) -> None:
+    assert said["WEIGHT_GRADIENTS"] == "right"
 
 
 STREAMS = """
@@ -104,14 +133,11 @@ assert len(set(pool)) == 32 and pool[-2:] == first and high not in pool, (first,
 assert torch.cuda.Stream("cuda:2").stream_id not in pool
 for step in range(40):
     assert [number("recv_F:0"), number("send_F:2")] == first
-print("right")
 """
 
 
-def test_torch_has_32_streams_and_a_lane_keeps_its_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", STREAMS]
-    done = subprocess.run(command, env=dict(environment(tmp_path)), capture_output=True, text=True)
-    assert done.stdout == "right\n", done.stderr
+def test_torch_has_32_streams_and_a_lane_keeps_its_own(said: Mapping[str, str]) -> None:
+    assert said["STREAMS"] == "right"
 
 
 ROOMS = """

@@ -219,7 +219,7 @@ def is_rounding(group: str) -> bool:
     return group.endswith("qkv.bias (keys)")
 
 
-@sampled("name", PROBLEMS, on_push=6)
+@sampled("name", PROBLEMS, on_push=3)
 def test_a_small_factor_is_found_in_every_class_of_parameter(name: str, tmp_path: Path) -> None:
     plan = fast_plan(name, LAYOUTS[list(PROBLEMS).index(name) % len(LAYOUTS)])
     values = fast_values(plan, tmp_path, steps=3 if plan.model.is_moe else 1)  # experts have few tokens of a step each

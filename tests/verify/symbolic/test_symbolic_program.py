@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from helpers.gates import sampled
 from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stage_parameters import stage_parameters
@@ -90,7 +91,7 @@ def layer_mutants(plan: Plan, layers: tuple[str, ...], only_rank: int | None = N
                     yield work.layer, phase, how, Program(works=works)
 
 
-@pytest.mark.parametrize(
+@sampled(
     "choices",
     [
         pytest.param({"mode": "exact", "tp": 2, "dp": 2}, id="exact"),
@@ -109,6 +110,7 @@ def layer_mutants(plan: Plan, layers: tuple[str, ...], only_rank: int | None = N
         ),
         pytest.param({"mode": "exact", "tp": 4, "sequence_parallel": True}, id="exact-sp"),
     ],
+    on_push=3,
 )
 def test_every_product_and_collective_of_every_layer_counts(choices):
     """A dropped one, a doubled one, a collective over dp instead of tp, a product of another size:
