@@ -147,9 +147,7 @@ class FlatBucket:
         of parts of one length."""
         if self.rests_in_parts:
             self.weights = (
-                torch.empty(len(self), dtype=self.dtype, device=self.device)
-                if self.memory is None
-                else self.memory
+                torch.empty(len(self), dtype=self.dtype, device=self.device) if self.memory is None else self.memory
             )
             self._bring()
             self._lend()

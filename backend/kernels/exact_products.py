@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core.base.reduction import Node, merges_of
+from ..base.streams import is_captured
 from . import catalog
 from .kernel import Launcher
 from .products import PROBLEM_COLUMNS
@@ -113,7 +114,9 @@ class ExactProducts:
 
     def __init__(self, launch: Launcher, most_programs: int, tiles: TileTable = TILES):
         self._launch, self._most_programs, self._tiles = launch, most_programs, tiles
-        self._tables: dict[tuple[object, ...], Tensor] = {}
+        self._tables: dict[tuple[object, ...], dict[int, Tensor]] = {}
+        """By type and numbers, and by stream."""
+        self._of_graphs: dict[tuple[object, ...], Tensor] = {}
 
     def project(self, x_NF: Tensor, weight_CF: Tensor) -> Tensor:
         """x W^T, [n, c] in the type of `x`: one leaf, since no rank cuts F."""
@@ -246,12 +249,29 @@ class ExactProducts:
         """A table in device memory, where it stays: a model's shapes are few, but for rows of experts. Each stream has
         its own, for others would have to wait until it is there."""
         stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
-        key = (stream, dtype, *table)
-        if (found := self._tables.get(key)) is None:
+        key = (dtype, *table)
+        if is_captured(device):
+            return self._in_graph(key, device, table, dtype)
+        if stream not in (made := self._tables.get(key, {})):
             if len(self._tables) >= MOST_TABLES:
-                self._tables.clear()  # other threads may have one of them
-            found = self._tables[key] = torch.tensor(table, dtype=dtype, device=device)
-        return found
+                self._tables.clear()  # other threads, and graphs, may have one of them
+            made = self._tables.setdefault(key, {})
+            made[stream] = torch.tensor(table, dtype=dtype, device=device)  # the host waits for it
+        return made[stream]
+
+    def _in_graph(
+        self, key: tuple[object, ...], device: torch.device, table: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """A table for what is captured. Nothing is copied from the host meanwhile: one that was made before is kept for
+        the graph, whichever stream's it is, and another one is made of its numbers by every replay."""
+        if (found := next(iter(self._tables.get(key, {}).values()), None)) is not None:
+            self._of_graphs[key] = found
+        if key in self._of_graphs:
+            return self._of_graphs[key]
+        made = torch.empty(len(table), dtype=dtype, device=device)
+        for element, number in zip(made.unbind(), table, strict=True):
+            element.fill_(number)
+        return made
 
 
 def _rows(matrix: Tensor) -> Operand:

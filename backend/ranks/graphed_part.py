@@ -34,10 +34,14 @@ Given = list[tuple[str, Usage, Contribution]]
 """What a backward gives to sums: the layer, the use of a parameter and its gradient of a microbatch."""
 
 
+MemoryPool = tuple[int, int]
+"""What torch calls a pool of memory for graphs."""
+
+
 class Graphs(Protocol):
     """What captures; `layer_graphs.LayerGraphs` is one."""
 
-    def captured(self, kind: str) -> AbstractContextManager[torch.cuda.CUDAGraph]: ...
+    def captured(self, kind: str, pool: MemoryPool) -> AbstractContextManager[torch.cuda.CUDAGraph]: ...
 
     def shown(self) -> tuple[Callable[[], None], ...]: ...
 
@@ -50,6 +54,9 @@ class Slot(Protocol):
 
     @property
     def addresses(self) -> set[int]: ...
+
+    @property
+    def pool(self) -> MemoryPool: ...
 
 
 @dataclass(frozen=True)
@@ -210,7 +217,7 @@ class GraphedPart:
     def _capture(self, kind: str, work: Callable[[], None]) -> _Recorded:
         recorder = self._context.recorder
         first, action = len(recorder.events), recorder.scope[0]
-        with self._graphs.captured(kind) as graph:
+        with self._graphs.captured(kind, self._slot.pool) as graph:
             work()
         operations = tuple(operation for of, operation in recorder.events[first:] if of == action)
         return _Recorded(graph, operations, self._graphs.shown())

@@ -23,14 +23,14 @@ from ..base.shown_later import ShownLater
 from ..base.streams import is_captured
 from ..pipeline.graphs import copy_into, own_microbatch, shapes_of
 from ..tensor_parallel.context import LayerContext
-from .graphed_part import GraphedPart
+from .graphed_part import GraphedPart, MemoryPool
 
 HELD_OUT = -1
 """The slot of all microbatches of held-out data: none is kept for a backward."""
 
 
 class LayerGraphs:
-    """The graphs of a rank's layers, in one pool of memory.
+    """The graphs of a rank's layers.
 
     The first `warmup_steps` walks over training data, and over held-out data, are given to the device one operation
     after the other. From then on a part of a layer is captured where its microbatch first comes to it, and replayed.
@@ -46,7 +46,6 @@ class LayerGraphs:
         """Whether layers are replayed in the walk that goes on."""
         self._warmup_steps = warmup_steps
         self._walked = Counter[str]()
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._meant: dict[int, _Slot] = {}
         self._step: int | None = None
@@ -73,13 +72,14 @@ class LayerGraphs:
         self._num_keys = len(self.keys)
 
     @contextmanager
-    def captured(self, kind: str) -> Iterator[torch.cuda.CUDAGraph]:
-        """What is given to the device inside is the graph that comes back. Nothing of it is done meanwhile. Other
-        threads go on: the host waits for no message, so that no rank waits for one that captures."""
+    def captured(self, kind: str, pool: MemoryPool) -> Iterator[torch.cuda.CUDAGraph]:
+        """What is given to the device inside is the graph that comes back, whose memory is of a slot's pool. Nothing of
+        it is done meanwhile. Other threads go on: the host waits for no message, so that no rank waits for one that
+        captures."""
         graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 yield graph
             except BaseException:
@@ -115,6 +115,9 @@ class _Slot:
             place=torch.zeros((), dtype=torch.int64, device=graphs.device),
         )
         self.taken = microbatch
+        self.pool: MemoryPool = torch.cuda.graph_pool_handle()
+        """What a capture lets go of, the next ones of the pool may keep something in. Graphs of one slot are replayed
+        in the order in which they were captured; those of another slot would write to it before it is used."""
         self.addresses: set[int] = set()
         """Where results of the slot's parts lie, which a part that follows reads there."""
         self._take()

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from ...core.schedule.action import Action
 from ..base.recorder import Recorder
 
 Work = Callable[[], Tensor]
@@ -40,21 +41,22 @@ class CommunicationLane:
         weakref.finalize(self, self._queue.put, None)
 
     def start(self, work: Work, *inputs: Tensor) -> Work:
-        """Starts `work`, which reads `inputs`. What comes back waits for its result, and raises what it raised."""
-        future: Future[Tensor] = Future()
+        """Starts `work`, which reads `inputs`. What comes back, called once, waits for its result, and raises what it
+        raised. This thread has let go of both by then: a graph that is captured has their memory in it."""
+        # lists, of which the other thread takes the only entry: no thread keeps what it has handed over
+        asked, made = [(work, inputs)], Future[list[Tensor]]()
         scope, caller = self._recorder.scope, self._caller_stream()
         ready = caller.record_event() if caller is not None else None
 
         def run() -> None:
             try:
-                with torch.no_grad(), self._recorder.within(scope), self._own_stream(ready, inputs):
-                    future.set_result(work())
+                made.set_result([self._made(*asked.pop(), scope, ready)])
             except BaseException as error:  # whatever it is, the caller is the one to know
-                future.set_exception(error)
+                made.set_exception(error)
 
         def finish() -> Tensor:
             with self._waiting():
-                result = future.result()
+                result = made.result().pop()
             if caller is not None and self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
                 result.record_stream(torch.cuda.current_stream(self._device))
@@ -62,6 +64,12 @@ class CommunicationLane:
 
         self._queue.put(run)
         return finish
+
+    def _made(
+        self, work: Work, inputs: tuple[Tensor, ...], scope: tuple[Action | None, str], ready: torch.cuda.Event | None
+    ) -> Tensor:
+        with torch.no_grad(), self._recorder.within(scope), self._own_stream(ready, inputs):
+            return work()
 
     def _caller_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self._device) if self._stream is not None else None

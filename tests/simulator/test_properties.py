@@ -44,7 +44,6 @@ LINK_ANOMALY = 2e-3
 with faster links inside a node."""
 
 
-
 def waits_for_hosts_in_pairs(plan: Plan) -> bool:
     """Whether exchanges of experts hide in pairs of passes. Known to be wrong where hosts are what such a pair waits
     for: the exchanges then hide from a time that they do not lengthen, so shorter ones seem to gain less (0.12% was

@@ -181,7 +181,7 @@ def _fast(plan: AnyPlan) -> AnyPlan | None:
     else:
         small, _ = provable(plan, unsupported(plan))
     try:
-        return replace(small, numerics=replace(small.numerics, mode="fast"))
+        return replace(small, numerics=replace(small.numerics, mode="fast", triton_products=None))
     except PlanError:
         return None
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ...backend.base import draw_keys, recorder
 from ...backend.gradients import not_finite
 from ...backend.pipeline import graphs, messages
@@ -168,6 +170,16 @@ def _nothing(*given: Any) -> None:
     """Does nothing."""
 
 
+_new_pool = torch.cuda.graph_pool_handle
+_pools: list[Any] = []
+
+
+def _one_pool() -> Any:
+    if not _pools:
+        _pools.append(_new_pool())
+    return _pools[0]
+
+
 _Part = graphed_part.GraphedPart
 
 LAYER_CHANGES = (
@@ -179,6 +191,7 @@ LAYER_CHANGES = (
         "before the weight gradients of microbatch",
         "layer-zero-bubble",
     ),
+    Change("graphs of all slots have one pool", torch.cuda, "graph_pool_handle", _one_pool, BITS, "layer-zero-bubble"),
     Change("keys of layers are not filled", layer_graphs.LayerGraphs, "fill_keys", _nothing, BITS, "layer-zero-bubble"),
     Change(
         "layers draw for no microbatch of their own",

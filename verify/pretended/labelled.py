@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from ...core.plan.schedule_of import schedule_for
 from ...core.program import Collective, Operation, Product
 from ...core.program.of_rank import differences, recorded_by_action, step_of_rank
 from ...core.schedule import lower
-from ...core.schedule.action import Action
+from ...core.schedule.action import Action, Kind
 from ..ledger.ledger import RankLedger
 from ..run.proof_run import ProofJob, train_steps
 
@@ -149,15 +149,21 @@ def _say_groups() -> None:
 def _leave_out_evaluations(recorder: Recorder) -> None:
     """The program says what steps do."""
     evaluate = TrainingRank.evaluate
+    setattr(TrainingRank, "evaluate", lambda rank: without_forwards(recorder, lambda: evaluate(rank)))  # noqa: B010
 
-    def unrecorded(rank: TrainingRank) -> float:
-        recorder.enabled = False
-        try:
-            return evaluate(rank)
-        finally:
-            recorder.enabled = True
 
-    setattr(TrainingRank, "evaluate", unrecorded)  # noqa: B010 - a method, for this process
+def without_forwards(recorder: Recorder, evaluate: Callable[[], float]) -> float:
+    """What `evaluate` gives; of what is recorded meanwhile only what belongs to STEP stays. Its late gathers go on in
+    another thread while held-out data are looked at, whose forwards wait for all of them."""
+    first = len(recorder.events)
+    try:
+        return evaluate()
+    finally:
+        recorder.events[first:] = [
+            (action, operation)
+            for action, operation in recorder.events[first:]
+            if action is not None and action.kind is Kind.STEP
+        ]
 
 
 def _say_differences(plan: Plan, steps: int, global_rank: int, recorder: Recorder) -> None:

@@ -80,6 +80,19 @@ def by_another_thread():
 
 by_another_thread()  # which was there before the capture, and goes on
 
+pool, kept = torch.cuda.graph_pool_handle(), []
+for number in (1.0, 2.0):
+    each = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(each, pool=pool, stream=other):
+        between = torch.ones(6, device="cuda") * number  # let go of: the second graph may keep something in its memory
+        kept.append((each, between + number))
+        del between
+for order, right in (((0, 1), [2.0, 4.0]), ((1, 0), [2.0, None])):
+    for place in order:
+        kept[place][0].replay()
+    found = [None if of_graph.isnan().all() else of_graph[0].item() for _, of_graph in kept]
+    assert found == right, found
+
 before = torch.cuda.current_stream().record_event()
 refused(lambda: x.sum().item(), "a number for the host")
 refused(lambda: x.cpu(), "a copy between host and device")

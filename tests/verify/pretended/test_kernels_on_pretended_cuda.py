@@ -29,8 +29,16 @@ from shardproof.verify.doctor.machine import Machine
 from shardproof.verify.kernels.products_story import SMALL_TILES
 generator = torch.Generator("cuda").manual_seed(3)
 x, w = (torch.randint(-8, 8, shape, device="cuda", generator=generator).float() for shape in ((5, 40), (40, 7)))
-found = ExactProducts(launch_alone, 4, SMALL_TILES).contract(x, w, 16, [(0, 3)])[0]
+products = ExactProducts(launch_alone, 4, SMALL_TILES)
+found = products.contract(x, w, 16, [(0, 3)])[0]
 assert torch.equal(found.cpu(), x.cpu() @ w.cpu())  # whole numbers: every order has these bits
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):  # tables that are there, and others
+    made = products.contract(x, w, 16, [(0, 3)])[0], products.contract(x[:4], w, 16, [(0, 2), (2, 3)]).sum(0)
+products._tables.clear()  # as when there are too many
+x.neg_()
+graph.replay()
+assert all(torch.equal(each.cpu(), (x.cpu() @ w.cpu())[: len(each)]) for each in made)
 
 streams = Streams(2, 1 << 16, Machine(gpus=("one",), pretended=True))
 calls = [AllReduce(peer, torch.zeros(64, device="cuda"), "all_reduce_one_shot") for peer in streams.peers]

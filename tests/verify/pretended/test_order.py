@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardproof.backend.base.recorder import Recorder
 from shardproof.core.program import Collective, Message
 from shardproof.core.program.of_rank import differences, recorded_by_action
 from shardproof.core.schedule.action import Action, Kind
 from shardproof.verify.pretended.calls import RankCalls, calls_of
 from shardproof.verify.pretended.circles import LEAST_CTAS, MOST_CTAS, at_once, circles, does_not_fit, order_faults
+from shardproof.verify.pretended.labelled import without_forwards
 from shardproof.verify.pretended.log import Entry
 from shardproof.verify.pretended.order import RULES, faults
 
@@ -293,6 +296,30 @@ def test_what_was_recorded_otherwise_than_the_program_says_is_named_by_action() 
     did = recorded_by_action([(forward, sent), (None, sent), (None, Message("", 8))])
     assert differences(program, program) == {}
     assert differences(program, did) == {forward: ([sent], []), None: ([], [sent])}
+
+
+def test_of_an_evaluation_late_gathers_of_steps_stay_recorded() -> None:
+    recorder = Recorder(enabled=True)
+    step, forward = Action(0, Kind.STEP), Action(0, Kind.F, 0)
+
+    def evaluate() -> float:
+        with ThreadPoolExecutor() as lane, recorder.action(forward):
+            recorder.collective("all_reduce", "tp", 2, 64)
+            lane.submit(gather).result()
+        recorder.collective("all_reduce", "model", 2, 8)
+        return 1.5
+
+    def gather() -> None:
+        with recorder.action(step), recorder.layer("bucket.0"):
+            recorder.collective("all_gather", "dp", 2, 128)
+
+    with recorder.action(forward):
+        recorder.collective("all_reduce", "tp", 2, 32)
+    assert without_forwards(recorder, evaluate) == 1.5
+    assert recorder.events == [
+        (forward, Collective("", "all_reduce", "tp", 2, 32)),
+        (step, Collective("bucket.0", "all_gather", "dp", 2, 128)),
+    ]
 
 
 def test_the_first_run_of_a_process_counts(tmp_path: Path) -> None:

@@ -16,6 +16,12 @@ def op(stream: int, *, reads: tuple[Place, ...] = (), writes: tuple[Place, ...] 
     return Entry("op", thread, stream, f"op of {stream}", reads, writes)
 
 
+def replay(stream: int, memory: int = 7) -> Entry:
+    """Of a graph with memory of its own, of the pool that 20 stands for."""
+    return Entry("op", 1, stream, "graph replay", (), (20, memory))
+
+
+POOL = (Entry("allocate", 1, 0, "20"), Entry("allocate", 1, 3, "7"), Entry("in graph", 1, 3, "7"))
 MADE = (NEW, op(0, writes=(7,)))
 RECORDED, WAITED = Entry("record", 1, 0, "1"), Entry("wait", 1, 5, "1")
 USED = op(5, reads=(7,))
@@ -81,6 +87,21 @@ CASES = {
         [*AWAY, RECORDED, WAITED, op(5, reads=(9,)), Entry("free host", 1, 0, "9")],
         [],
     ),
+    "memory of a graph is let go of after a replay": (
+        [
+            *POOL,
+            replay(0),
+            Entry("free", 2, 0, "7"),
+            *(Entry("record", 1, 0, "1"), Entry("wait", 1, 6, "1")),
+            replay(6),
+        ],
+        [],
+    ),
+    "memory of a graph is let go of while what is no replay reads it": (
+        [*POOL, replay(0), RECORDED, WAITED, USED, Entry("free", 1, 0, "7")],
+        ["freed-in-use"],
+    ),
+    "two graphs of a pool are replayed at the same time": ([*POOL, replay(0), replay(6, 8)], ["written-twice"]),
     "order passes through a third stream": (
         [*MADE, RECORDED, WAITED, op(5), Entry("record", 1, 5, "2"), Entry("wait", 1, 6, "2"), op(6, reads=(7,))],
         [],

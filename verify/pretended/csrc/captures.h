@@ -6,13 +6,17 @@ constexpr unsigned char POISON = 0xFF;  // no number as a float, -1 as an intege
 struct Block {
   void* data;
   size_t num_bytes;
-  int64_t graph;
+  int64_t graph, stream;
+  std::set<int64_t> over;  // graphs whose captures had let go of memory of the stream: the allocator may give it theirs
   bool freed;
 };
 
-// The memory that captures allocate. It stays until the last graph and the last tensor in it are gone.
+// The memory that captures allocate. It stays until the last graph and the last tensor in it are gone. What one capture lets go of, the next may be given;
+// here each gets memory of its own, and `over` says whose replays may write to it.
 struct Pool {
-  std::map<int64_t, Block> blocks;  // by number of the memory
+  int64_t memory;                                 // stands for all of it in the log: replays of a pool's graphs must not go on at the same time
+  std::map<int64_t, Block> blocks;                // by number of the memory
+  std::map<int64_t, std::set<int64_t>> let_go;    // by stream, the graphs whose captures have let go of memory
   ~Pool() {
     for (auto& [id, block] : blocks) std::free(block.data);
   }
@@ -105,8 +109,8 @@ void notes(Graph* graph, int64_t stream, const std::vector<int64_t>& reads, cons
   graph->nodes.push_back(std::move(node));
 }
 
-// The memory of the graph, and what others may have used since, is whatever it is.
+// The memory of the graph, what others may have used since, and what others keep where the graph's own work may lie, is whatever it is.
 void spoil(Graph& graph) {
   for (auto& [_, block] : graph.pool->blocks)
-    if (block.freed || block.graph == graph.id) std::memset(block.data, POISON, block.num_bytes);
+    if (block.freed || block.graph == graph.id || block.over.count(graph.id)) std::memset(block.data, POISON, block.num_bytes);
 }

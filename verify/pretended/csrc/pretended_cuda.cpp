@@ -99,7 +99,11 @@ void release_as(const char* kind, void* context) {
     live.erase(memory->id);
     places.erase(memory->id);
     shared_memory.erase(memory->id);
-    if (memory->pool) memory->pool->blocks.at(memory->id).freed = true;
+    if (memory->pool) {
+      auto& block = memory->pool->blocks.at(memory->id);
+      block.freed = true;
+      memory->pool->let_go[block.stream].insert(block.graph);
+    }
   }
   if (memory->is_shared) munmap(memory->data, memory->num_bytes);
   else if (!memory->pool) std::free(memory->data);
@@ -142,7 +146,8 @@ struct PretendedAllocator final : c10::Allocator {
     if (mem_pool) write("in pool", here(), std::to_string(memory->id), "", "", std::to_string(mem_pool) + ":" + std::to_string(num_bytes));
     if (memory->pool) {
       std::lock_guard<std::recursive_mutex> held(graph_mutex);
-      memory->pool->blocks[memory->id] = {memory->data, num_bytes, graph->id, false};
+      memory->pool->blocks[memory->id] = {memory->data, num_bytes, graph->id, here(), memory->pool->let_go[here()], false};
+      write("in graph", here(), std::to_string(memory->id), "", "", std::to_string(graph->id) + ":" + std::to_string(memory->pool->memory) + ":" + std::to_string(num_bytes));
     }
     return {memory->data, memory, &release, c10::Device(c10::kCUDA, own_device)};
   }

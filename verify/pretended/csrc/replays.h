@@ -6,6 +6,8 @@ int64_t pretended_new_pool() {
   std::lock_guard<std::recursive_mutex> held(graph_mutex);
   auto id = num_graphs++;
   pools[id] = std::make_shared<Pool>();
+  pools[id]->memory = num_memories++;
+  write("allocate", here(), std::to_string(pools[id]->memory), "", "0");
   return id;
 }
 // Threads of the system that are `others` take no part in it.
@@ -76,6 +78,7 @@ const char* pretended_replay(int64_t number) {
   spoil(graph);
   graph.next = 0;
   std::vector<int64_t> reads(graph.reads.begin(), graph.reads.end()), writes(graph.writes.begin(), graph.writes.end());
+  writes.push_back(graph.pool->memory);
   for (auto& [id, block] : graph.pool->blocks)
     if (block.graph == graph.id && !block.freed) writes.push_back(id);
   write("op", here(), "graph replay", joined(reads), joined(writes));
