@@ -149,7 +149,6 @@ def leaf_sizes(
     """Leaf sizes with defaults filled in: one key/value group per head leaf, ffn and vocabulary blocks that admit every
     degree up to `max_degree` that divides the key/value heads, blocks of experts that admit every such degree that
     divides their width, and blocks of tokens for sums over them that leave eight or more in a sequence."""
-
     widths = (model.num_kv_heads, model.ffn_hidden_size, model.vocab_size)
     experts = model.expert_width if model.is_moe else None
     shared = model.shared_expert_width if model.num_shared_experts else None

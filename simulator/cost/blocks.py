@@ -97,6 +97,9 @@ class Block:
     backward: Part
 
 
+NO_MESSAGES = "layers send no messages of their own"
+
+
 class _Passes(NamedTuple):
     """The parts of one layer's work: both halves of its backward one after the other, and as they overlap."""
 
@@ -172,12 +175,15 @@ class BlockPricer:
 
     def _shapes(self, found: Operations) -> tuple[object, ...]:
         """Equal for operations that cost the same: all of them but what they are called, and how their groups lie."""
-        return tuple(
-            (each.m, each.n, each.k, each.count, each.grouped, each.dtype)
-            if isinstance(each, Product)
-            else (each.op, each.axis, each.group_size, each.sent_bytes, self.spread(each.axis))
-            for each in found
-        )
+        return tuple(map(self._shape, found))
+
+    def _shape(self, operation: Operation) -> tuple[object, ...]:
+        if isinstance(operation, Product):
+            sizes = (operation.m, operation.n, operation.k, operation.count)
+            return (*sizes, operation.grouped, operation.dtype)
+        assert isinstance(operation, Collective), NO_MESSAGES
+        sent = (operation.op, operation.group_size, operation.sent_bytes)
+        return (*sent, operation.axis, self.spread(operation.axis))
 
     def _whole_again(self, works: tuple[Op, ...], total: Traffic) -> Part:
         """A whole layer computed a second time, and what brings back its input, which its
@@ -280,7 +286,7 @@ class BlockPricer:
                         1,
                     )
                 case Message():
-                    raise AssertionError("layers send no messages of their own")
+                    raise AssertionError(NO_MESSAGES)
         return total
 
     def _product(self, product: Product, role: Role, *, of: Pass) -> Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from shardproof.core.plan.sections import (
 )
 from shardproof.core.plan.stacks import STACKS
 from shardproof.core.schedule import CATALOG
+from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.memory.sizes import _sizes, _tapes_of, stage_sizes
 from shardproof.simulator.search.bounds import WHOLE_BACKWARDS, chain_bounds_s, lower_bound_s
@@ -267,22 +269,38 @@ def test_every_stack_has_schedules_to_try():
     assert all(stack.schedules for stack in PROFILES.values())
 
 
-def test_tapes_shared_by_plans_of_other_stages_copies_and_zero_are_their_own():
-    plans = [
-        Plan(
-            model,
-            cluster_preset("dgx-h100", 8),
-            Layout(tp=2, pp=pp, dp=4 // pp, zero=zero),
-            Batch(16, 1, 2048),
-            Runtime(profile),
-        )
-        for model, pp, zero, profile in itertools.product((TWELVE, EXPERTS), (1, 2), (0, 1, 2, 3), PROFILES)
-    ]
-    for given in plans:
-        shared = stage_sizes(replace(given))
+def kindred(profile: str) -> list[Plan]:
+    """Plans that share a model, cluster and stack with others of them, and differ in much of what a search tries."""
+    found = []
+    for model, (tp, cp, pp, dp), ep, etp, zero, recompute in itertools.product(
+        (TWELVE, EXPERTS), ((2, 1, 2, 4), (1, 2, 2, 4)), (1, 4), (None, 1), (0, 1, 2, 3), ("none", "selective", "full")
+    ):
+        if (model is TWELVE and (ep > 1 or etp)) or (tp == 1 and etp) or (zero % 2 and recompute == "selective"):
+            continue
+        layout = Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, etp=etp, zero=zero, sequence_parallel=tp > 1)
+        cluster, how = cluster_preset("dgx-h100", 16), Recompute(recompute)
+        found.append(Plan(model, cluster, layout, Batch(16, 1, 4096), Runtime(profile), recompute=how))
+    return found
+
+
+@pytest.mark.parametrize("profile", ["shardproof", "megatron-te"])
+def test_what_plans_of_other_degrees_copies_and_zero_share_is_their_own(profile):
+    shared, floors = defaultdict(dict), defaultdict(MemoryFloors)
+    for plan in kindred(profile):
+        name = plan.model.name
+        ours, alone = Pricing(plan, shared=shared[name]), Pricing(plan, shared={})
+        for kind, stage in itertools.product((Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE_GRAD, Kind.STEP), (0, 1)):
+            assert ours.seconds(kind, stage) == alone.seconds(kind, stage)
+        assert floors[name].bytes_of(plan) == MemoryFloors().bytes_of(plan)
+
+
+def test_tapes_shared_by_plans_of_other_degrees_copies_and_zero_are_their_own():
+    plans = [plan for profile in PROFILES for plan in kindred(profile)[::5]]
+    shared = [stage_sizes(plan) for plan in plans]
+    for plan, sizes in zip(plans, shared, strict=True):
         _tapes_of.cache_clear()
         _sizes.cache_clear()
-        assert stage_sizes(replace(given)) == shared
+        assert stage_sizes(replace(plan)) == sizes
 
 
 SMALL = {"batch.micro": 1, "recompute.mode": "none"}
