@@ -272,14 +272,15 @@ def test_every_stack_has_schedules_to_try():
 def kindred(profile: str) -> list[Plan]:
     """Plans that share a model, cluster and stack with others of them, and differ in much of what a search tries."""
     found = []
-    for model, (tp, cp, pp, dp), ep, etp, zero, recompute in itertools.product(
-        (TWELVE, EXPERTS), ((2, 1, 2, 4), (1, 2, 2, 4)), (1, 4), (None, 1), (0, 1, 2, 3), ("none", "selective", "full")
+    for model, (tp, cp, dp), ep, etp, zero, recompute in itertools.product(
+        (TWELVE, EXPERTS), ((2, 1, 8), (1, 2, 8)), (1, 4, 8), (None, 1), (0, 1, 2, 3), ("none", "selective", "full")
     ):
         if (model is TWELVE and (ep > 1 or etp)) or (tp == 1 and etp) or (zero % 2 and recompute == "selective"):
             continue
-        layout = Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, etp=etp, zero=zero, sequence_parallel=tp > 1)
-        cluster, how = cluster_preset("dgx-h100", 16), Recompute(recompute)
-        found.append(Plan(model, cluster, layout, Batch(16, 1, 4096), Runtime(profile), recompute=how))
+        layout = Layout(tp=tp, cp=cp, pp=2, dp=dp, ep=ep, etp=etp, zero=zero, sequence_parallel=tp > 1)
+        sharding = DataParallel(shard=8 if zero and ep == 1 else None)
+        nouns = {"recompute": Recompute(recompute), "data_parallel": sharding}
+        found.append(Plan(model, cluster_preset("dgx-h100", 32), layout, Batch(16, 1, 4096), Runtime(profile), **nouns))
     return found
 
 
@@ -294,8 +295,19 @@ def test_what_plans_of_other_degrees_copies_and_zero_share_is_their_own(profile)
         assert floors[name].bytes_of(plan) == MemoryFloors().bytes_of(plan)
 
 
+def test_stages_that_hold_the_same_cost_what_their_own_place_makes_them():
+    cluster, sharding = replace(cluster_preset("dgx-h100", 12), devices_per_node=4), DataParallel(overlap_param_gather=True)
+    layout, batch = Layout(cp=3, pp=4, zero=1), Batch(8, 1, 6144)
+    plan = Plan(TWELVE, cluster, layout, batch, Runtime("megatron-te"), data_parallel=sharding)
+    together = Pricing(plan, shared={})
+    for kind in (Kind.F, Kind.STEP):
+        found = [together.seconds(kind, stage) for stage in range(4)]
+        assert found == [Pricing(plan, shared={}).seconds(kind, stage) for stage in range(4)]
+        assert len({each.cp_comm + each.dp_comm for each in found}) > 1
+
+
 def test_tapes_shared_by_plans_of_other_degrees_copies_and_zero_are_their_own():
-    plans = [plan for profile in PROFILES for plan in kindred(profile)[::5]]
+    plans = [plan for profile in PROFILES for plan in kindred(profile)[::9]]
     shared = [stage_sizes(plan) for plan in plans]
     for plan, sizes in zip(plans, shared, strict=True):
         _tapes_of.cache_clear()
