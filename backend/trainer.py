@@ -317,8 +317,7 @@ def with_products(transport: Transport, plan: AnyPlan) -> AnyPlan:
     measured = transport.device.type == "cuda" and plan.numerics.triton_products is None
     if plan.numerics.mode == "fast" or not measured:
         return choose(plan, transport.device)[0]
-    world = transport.group("products", "world", range(transport.world_size))
-    chosen, choices = choose(plan, transport.device, world)
+    chosen, choices = choose(plan, transport.device, transport.everyone)
     if transport.global_rank == 0:
         say(choices_text(choices), sys.stderr)
     return chosen
@@ -330,9 +329,7 @@ def _own_folder(transport: Transport, plan: AnyPlan) -> AbstractContextManager[N
         return nullcontext()
     from .checkpoint.lock import locked
 
-    return locked(
-        Path(plan.checkpoint.folder), transport.group("lock", "world", range(transport.world_size)), transport.device
-    )
+    return locked(Path(plan.checkpoint.folder), transport.everyone, transport.device)
 
 
 def run_steps(
@@ -357,7 +354,7 @@ def run_steps(
     from .transport.gather_values import gather_values
 
     steps = plan.train.steps if steps is None else steps
-    world = transport.group("world", "world", range(transport.world_size))
+    world = transport.everyone
     if plan.checkpoint.folder is not None:
         # hosts may see a folder differently for a while: rank 0 decides
         resume = gather_values(world, resume, transport.device)[0]

@@ -89,6 +89,11 @@ class StepGraphs:
             show()
         return captured.given  # type: ignore[return-value]  # what the walk of this name gives
 
+    def close(self) -> None:
+        """Lets go of all graphs; for the transport, before its communicators end."""
+        while self._captured:
+            self._captured.popitem()[1].graph.reset()
+
     def _capture(self, name: str, microbatches: Sequence[Microbatch], walk: Walk[object]) -> Captured[object]:
         keys = DrawKeys(self._device)
         own = [own_microbatch(each, keys, self._device) for each in microbatches]

@@ -48,6 +48,7 @@ class LayerGraphs:
         self._walked = Counter[str]()
         self._stream = torch.cuda.Stream(device)
         self._meant: dict[int, _Slot] = {}
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._step: int | None = None
         self._num_keys = 0
         if observer is not None:
@@ -77,6 +78,7 @@ class LayerGraphs:
         it is done meanwhile. Other threads go on: the host waits for no message, so that no rank waits for one that
         captures."""
         graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self._graphs.append(graph)
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -91,6 +93,11 @@ class LayerGraphs:
         self.captures[kind] += 1
         if len(self.keys) > self._num_keys:
             self.fill_keys()
+
+    def close(self) -> None:
+        """Lets go of all graphs; for the transport, before its communicators end."""
+        while self._graphs:
+            self._graphs.pop().reset()
 
     def shown(self) -> tuple[Callable[[], None], ...]:
         """What shows the observer what was captured last."""

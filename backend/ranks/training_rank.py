@@ -157,6 +157,7 @@ class TrainingRank:
             else None
         )
         self.layer_graphs = LayerGraphs(transport.device, warmup_steps, observer=later) if by_layer else None
+        transport.before_end += [each.close for each in (self.graphs, self.layer_graphs) if each is not None]
         shape = (plan.batch.micro_size, last - first, plan.model.hidden_size)
         self.executor = Executor(
             schedule if joined is None else joined.schedule,

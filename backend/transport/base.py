@@ -384,6 +384,9 @@ class Transport(ABC):
         """Whether every call is work of a GPU's streams alone, as a captured step needs it: the host has no part."""
         self.communicators = Communicators()
         """How NCCL opens what is opened from now on."""
+        self.before_end: list[Callable[[], None]] = []
+        """What is called, the last one first, before communicators end. NCCL does not end one while a graph is there
+        that has captured its calls: who captures lets go of its graphs here."""
         self._opened: dict[str, Group | Channel] = {}
         self._by_all: set[str] = set()
 
@@ -395,6 +398,14 @@ class Transport(ABC):
             self._by_all.add(name)
         opened = self._opened[name] = self._brought(name, axis, ranks) or self._group(name, axis, ranks)
         return opened
+
+    @property
+    def everyone(self) -> Group:
+        """The communicator of all ranks, for what they agree on outside of steps: opened when it is first asked for,
+        which all ranks do together."""
+        found = self._opened.get("world") or self.group("world", "world", range(self.world_size))
+        assert isinstance(found, Group)
+        return found
 
     def channel(self, name: str, source: int, destination: int) -> Channel:
         """A new communicator for one direction between two ranks."""
@@ -420,8 +431,14 @@ class Transport(ABC):
 
     def close(self) -> None:
         """Ends all groups and channels, the last one first. Calling it again does nothing."""
+        self.let_go()
         for opened in reversed(self.opened):
             opened.release()
+
+    def let_go(self) -> None:
+        """Calls what `before_end` has, once."""
+        while self.before_end:
+            self.before_end.pop()()
 
     def _brought(self, name: str, axis: str, ranks: Sequence[int]) -> Group | None:
         """A group that the user brings, in place of a new one."""

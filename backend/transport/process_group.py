@@ -156,6 +156,7 @@ class ProcessGroupTransport(Transport):
         return () if self._rooms is None else tuple(f"{self}: {note}" for note in self._rooms.notes)
 
     def close(self) -> None:
+        self.let_go()
         if self._rooms is not None:
             self._rooms.close()
         super().close()

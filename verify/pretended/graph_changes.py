@@ -120,6 +120,14 @@ GRAPH_CHANGES = (
         "an event of a captured stream is no time",
         "tp2-pp2",
     ),
+    Change(
+        "a captured step is there when communicators end",
+        graphs.StepGraphs,
+        "close",
+        lambda graphs: None,
+        "ends-under-graph",
+        "tp2-pp2",
+    ),
 )
 
 
@@ -264,6 +272,14 @@ LAYER_CHANGES = (
         _nothing,
         "has been let go of since",
         "layer-zero3",
+    ),
+    Change(
+        "captured layers are there when communicators end",
+        layer_graphs.LayerGraphs,
+        "close",
+        lambda graphs: None,
+        "ends-under-graph",
+        "layer-tp2-pp2",
     ),
 )
 """What may be wrong with captured layers; a rule is `BITS`, a rule of `Examined.rules`, or words of the error."""

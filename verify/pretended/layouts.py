@@ -9,7 +9,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ...core.base.errors import ShardproofError
@@ -33,21 +32,13 @@ def layouts() -> list[Row]:
     return [*few, *others[: max(0, NUM_LAYOUTS - len(few))]]
 
 
-def by_the_library(plan: Plan) -> Plan:
-    """A plan whose products are the library's: what ranks would give to our kernels is carried out from its PTX, which
-    takes a layout with experts a quarter of an hour. Kernels have tests of their own."""
-    if plan.numerics.mode == "fast" or plan.numerics.triton_products is not None:
-        return plan
-    return replace(plan, numerics=replace(plan.numerics, triton_products=("none",)))
-
-
 def _named(paths: Sequence[str], part: str | None) -> Iterator[tuple[str, AnyPlan]]:
     for path in paths:
         yield path, Plan.from_toml(Path(path).read_text(), path)
     for row in part_of(layouts(), parse_part(part), expected_cost, lambda row: label(row)):
         plan = plan_of(row)
         assert isinstance(plan, Plan)
-        yield label(row), by_the_library(plan)
+        yield label(row), plan
 
 
 def run(paths: Sequence[str], part: str | None) -> int:

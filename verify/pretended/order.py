@@ -27,6 +27,7 @@ RULES = {
     "without-action": "a call of a step belongs to no action, though the program has none outside of actions",
     "split-differs": "ranks split communicators in another order, or into others, than they expect",
     "shared-stream": "torch's pool had no stream left, and gave one that a communicator or lane has already",
+    "ends-under-graph": "a communicator ends while a graph is there that has captured its calls: NCCL waits for it",
     "given-up": "a call's peers did not come, so that the run would hang",
     **REGISTERED_RULES,
     "circle": "calls wait for each other in a circle, whatever runs at the same time (`circles`)",

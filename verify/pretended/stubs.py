@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -252,6 +253,7 @@ class CUDAGraph:
 
     def __init__(self, keep_graph: bool = False):
         self.number, self._pool, self._calls = 0, (0, 0), dict[int, Callable[[], object]]()
+        self.communicators: set[ProcessGroupNCCL] = set()
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         """What the current stream is given from now on is captured."""
@@ -287,6 +289,8 @@ class CUDAGraph:
         """Lets go of it."""
         library.pretended_forget_graph(ctypes.c_int64(self.number))
         self._calls.clear()
+        while self.communicators:
+            self.communicators.pop()._captured_by.discard(self)
 
     def pool(self) -> Any:
         """The handle of its memory."""
@@ -398,6 +402,7 @@ class ProcessGroupNCCL:
         carrier._timeout, carrier._threads = options._timeout, 1
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("pretended", store), rank, size, carrier)
         self._stream = torch.cuda.Stream(priority=-1 if options.is_high_priority_stream else 0)
+        self._captured_by = weakref.WeakSet[CUDAGraph]()
         self._communicator, self._number, self._position = next(self._numbers), 0, rank
         self.options = options
         opened = {
@@ -436,8 +441,12 @@ class ProcessGroupNCCL:
         self._note("deregister", {"pool": pool.number})
 
     def shutdown(self) -> None:
-        """The log has it."""
+        """The log has it. NCCL's does not return while a graph is there that has captured calls of it
+        (`commDestroySync`, of `ncclCommAbort` too)."""
         self._note("shut down", {})
+        if num := len(self._captured_by):
+            said = f"ends-under-graph: communicator {self.options.group_name!r} has calls in {num} graphs"
+            library.pretended_write(b"noticed", ctypes.c_int64(0), said.encode(), b"", b"")
         library.pretended_flush()
 
     def alltoall_base(self, out: Any, given: Any, out_counts: Sequence[int], counts: Sequence[int]) -> Work:
@@ -498,6 +507,8 @@ class ProcessGroupNCCL:
         call = Call([_Place.of(each) for each in reads], [_Place.of(each) for each in writes], carry, reads is writes)
         call.begin()
         if graph is not None:
+            self._captured_by.add(graph)
+            graph.communicators.add(self)
             graph.call(self._stream, f"{op} begins", call.begin, [each.memory for each in call.reads])
         end = self._stream.record_event()
 
