@@ -11,7 +11,7 @@ experts, in one tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
@@ -48,9 +48,8 @@ def _source(model: ModelSpec, family: str, parameter: Parameter) -> Source:
     )
     is_matrix = len(parameter.shape) == 2 + parameter.expert
     transposed = is_matrix and ((family == "gpt2" and place.startswith("layer.")) or (family == "gpt_oss" and stacked))
-    if place == "layer.attention.qkv" and family in SIDE_BY_SIDE:
-        return Source(parameter, tuple(_side_by_side(model, names)), num_items)
-    return Source(parameter, _parts(model, place, names, rows, num_items), num_items, transposed, stacked)
+    parts = _parts(model, family, place, names, rows, num_items)
+    return Source(parameter, parts, num_items, transposed, stacked)
 
 
 STACKED = ("granitemoe", "gpt_oss")
@@ -152,10 +151,6 @@ _PHI3: Mapping[str, tuple[str, ...]] = {
     "layer.mlp.up": ("mlp.gate_up_proj",) * 2,
 }
 
-_APART = {"mixtral": _MIXTRAL, "phi3": _PHI3}
-"""Family -> what it calls otherwise than Llama."""
-
-
 _QWEN2_MOE: Mapping[str, tuple[str, ...]] = {
     "layer.mlp.shared.up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "layer.mlp.shared.down": ("mlp.shared_expert.down_proj",),
@@ -185,8 +180,17 @@ _OLMO2: Mapping[str, tuple[str, ...]] = {
     "layer.mlp.post_norm": ("post_feedforward_layernorm",),
 }
 
+_GEMMA: Mapping[str, tuple[str, ...]] = {
+    "layer.attention.post_norm": ("post_attention_layernorm",),
+    "layer.mlp.norm": ("pre_feedforward_layernorm",),
+    "layer.mlp.post_norm": ("post_feedforward_layernorm",),
+}
+
 _CHANGED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "mixtral": _MIXTRAL,
+    "phi3": _PHI3,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
     "qwen2_moe": _QWEN2_MOE,
     "granitemoe": _GRANITEMOE,
     "gpt_oss": _GPT_OSS,
@@ -196,27 +200,22 @@ _CHANGED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """Family -> what it calls otherwise than most with rotary positions."""
 
 
-def _side_by_side(model: ModelSpec, names: tuple[str, ...]) -> Iterator[Part]:
-    """The parts of a group of queries, key and value, the first two with pairs of neighbouring features."""
-    d, (q, k, v) = model.head_dim, names
-    for name, heads in ((q, model.query_heads_per_group), (k, 1)):
-        for head in range(heads):
-            first, end = head * d, (head + 1) * d
-            yield Part(name, heads * d, range(first, end, 2))
-            yield Part(name, heads * d, range(first + 1, end, 2))
-    yield Part(v, d, range(d))
-
-
-def _parts(model: ModelSpec, place: str, names: tuple[str, ...], size: int, num_items: int) -> tuple[Part, ...]:
+def _parts(
+    model: ModelSpec, family: str, place: str, names: tuple[str, ...], size: int, num_items: int
+) -> tuple[Part, ...]:
     """The parts of an item of `size` rows, of `num_items`."""
-    d, rope, turned = model.head_dim, model.qk_rope_head_dim, _turned_rows(model)
+    d, rope, turned = model.head_dim, model.qk_rope_head_dim, _turned_rows(model, family)
     match place, names:
         case "layer.attention.qkv", (q, k, v):
             queries, one = model.query_heads_per_group * d, q == k  # tensor: all queries, all keys, all values
             keys, values = (model.num_heads * d, (model.num_heads + model.num_kv_heads) * d) if one else (0, 0)
-            heads = [range(first + rows.start, first + rows.stop) for first in range(0, queries, d) for rows in turned]
+            heads = [
+                range(first + rows.start, first + rows.stop, rows.step)
+                for first in range(0, queries, d)
+                for rows in turned
+            ]
             return (
-                *(Part(q, queries, rows) for rows in (heads if model.rope_dim else [range(queries)])),
+                *(Part(q, queries, rows) for rows in (heads if len(turned) > 1 else [range(queries)])),
                 *(Part(k, d, rows, keys) for rows in turned),
                 Part(v, d, range(d), values),
             )
@@ -233,15 +232,17 @@ def _parts(model: ModelSpec, place: str, names: tuple[str, ...], size: int, num_
             return tuple(Part(name, 1, range(1)) for name in names)
 
 
-def _turned_rows(model: ModelSpec) -> list[range]:
-    """Rows of a head in files, in our order: where a part of it turns the first halves of the part and of the rest,
+def _turned_rows(model: ModelSpec, family: str) -> list[range]:
+    """Rows of a head in files, in our order: the first of each pair that turns, the first half of what does not turn,
     then the second ones."""
-    d, part = model.head_dim, model.rope_dim
-    if not part:
+    d, part = model.head_dim, model.rope_dim or model.head_dim
+    if part == d and family not in SIDE_BY_SIDE:
         return [range(d)]
-    halves = [(first, (first + end) // 2, end) for first, end in ((0, part), (part, d))]
-    found = [range(lo, mid) for lo, mid, _ in halves] + [range(mid, hi) for _, mid, hi in halves]
-    return [rows for rows in found if rows]
+    middle = (part + d) // 2
+    pairs = (range(0, part, 2), range(1, part, 2))
+    halves = (range(part // 2), range(part // 2, part))
+    first, second = pairs if family in SIDE_BY_SIDE else halves
+    return [rows for rows in (first, range(part, middle), second, range(middle, d)) if rows]
 
 
 def unused_names(model: ModelSpec, names: set[str]) -> list[str]:

@@ -84,7 +84,7 @@ def _granite(model: ModelSpec) -> dict[str, Any]:
         **_llama(model),
         "embedding_multiplier": model.embedding_multiplier,
         "residual_multiplier": model.residual_multiplier,
-        "attention_multiplier": model.head_dim**-0.5,
+        "attention_multiplier": model.attention_scale or model.head_dim**-0.5,
         "logits_scaling": _inverse(model.logit_multiplier),
     }
 
@@ -105,14 +105,13 @@ def _granitemoe(model: ModelSpec) -> dict[str, Any]:
 
 
 def _glm4(model: ModelSpec) -> dict[str, Any]:
-    # the family's own would be the id of padding, which small vocabularies do not have
-    return {**_turned_whole(model), "attention_bias": model.qkv_bias, "pad_token_id": None}
+    return {**_partly_turned(model), "attention_bias": model.qkv_bias, **_NO_PADDING}
 
 
-def _turned_whole(model: ModelSpec) -> dict[str, Any]:
-    """A family's keys whose heads turn by half unless they say otherwise."""
-    found = _rotary(model)
-    return {**found, "rope_parameters": {**found["rope_parameters"], "partial_rotary_factor": 1.0}}
+def _partly_turned(model: ModelSpec) -> dict[str, Any]:
+    """The keys of a family of whose heads a part may turn."""
+    share, found = model.rope_dim / model.head_dim if model.rope_dim else 1.0, _rotary(model)
+    return {**found, "rope_parameters": {**found["rope_parameters"], "partial_rotary_factor": share}}
 
 
 def _cohere2(model: ModelSpec) -> dict[str, Any]:
@@ -123,7 +122,7 @@ def _cohere2(model: ModelSpec) -> dict[str, Any]:
         "layer_norm_eps": model.norm_eps,
         "logit_scale": model.logit_multiplier,
         "sliding_window": model.sliding_window or model.max_positions,
-        "layer_types": ["sliding_attention"] * model.num_layers,
+        "layer_types": _layer_types(model),
     }
 
 
@@ -141,10 +140,36 @@ def _layer_types(model: ModelSpec) -> list[str]:
 
 
 def _phi3(model: ModelSpec) -> dict[str, Any]:
-    share = model.rope_dim / model.head_dim if model.rope_dim else 1.0
-    keys = _mistral(model)
-    keys["rope_parameters"]["partial_rotary_factor"] = share
+    keys = {**_mistral(model), **_partly_turned(model)}
     return keys | {"original_max_position_embeddings": model.max_positions, **_NO_PADDING}
+
+
+def _gemma2(model: ModelSpec) -> dict[str, Any]:
+    return {
+        **_gemma(model),
+        "attn_logit_softcapping": model.attention_softcap or None,
+        "final_logit_softcapping": model.logit_softcap or None,
+    }
+
+
+def _gemma3(model: ModelSpec) -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": model.rope_local_theta or 10000.0}
+    return {**_gemma2(model), "rope_parameters": {"full_attention": _rope(model), "sliding_attention": local}}
+
+
+def _gemma(model: ModelSpec) -> dict[str, Any]:
+    """What both generations have in common."""
+    scalar = float(_inverse((model.attention_scale or model.head_dim**-0.5) ** 2))
+    return {
+        **_rotary(model),
+        **_attention_bias(model),
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
+        "sliding_window": model.sliding_window or model.max_positions,
+        "layer_types": _layer_types(model),
+        **_NO_PADDING,
+    }
 
 
 _NO_PADDING = {"pad_token_id": None}
@@ -202,7 +227,7 @@ def _qwen2_moe(model: ModelSpec) -> dict[str, Any]:
 def _glm4_moe(model: ModelSpec) -> dict[str, Any]:
     return {
         **_wide_experts(model),
-        **_turned_whole(model),
+        **_partly_turned(model),
         "attention_bias": model.qkv_bias,
         "use_qk_norm": model.qk_norm,
         "num_nextn_predict_layers": model.num_mtp_layers,
@@ -326,6 +351,8 @@ _WRITERS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "mistral": _mistral,
     "ministral": _ministral,
     "phi3": _phi3,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
     "smollm3": _smollm3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -349,6 +376,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "ministral": "MinistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

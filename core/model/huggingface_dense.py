@@ -17,7 +17,7 @@ from .huggingface_keys import (
     head_width,
     rotary,
     size,
-    turned_whole,
+    turned_width,
     whole_width_norms,
     window_fields,
 )
@@ -50,8 +50,8 @@ def granite_fields(config: Config, problems: list[str]) -> dict[str, Any]:
 def _glm4(config: Config, name: str, source: str) -> ModelSpec:
     """`Glm4Config`: norms before and behind both halves, biases on query, key and value."""
     problems: list[str] = []
-    biases = {"qkv_bias": bool(given(config, "attention_bias", True))}
-    return rotary(turned_whole(config, problems), name, source, problems, post_norms=True, **biases)
+    fields = {"qkv_bias": bool(given(config, "attention_bias", True)), "post_norms": True}
+    return rotary(config, name, source, problems, rope_dim=turned_width(config, problems, usual=0.5), **fields)
 
 
 def _olmo2(config: Config, name: str, source: str) -> ModelSpec:

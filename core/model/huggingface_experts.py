@@ -18,7 +18,7 @@ from .huggingface_keys import (
     refuse_biases,
     rotary,
     size,
-    turned_whole,
+    turned_width,
     whole_width_norms,
     window_fields,
 )
@@ -137,10 +137,11 @@ def _glm4_moe(config: Config, name: str, source: str) -> ModelSpec:
     router = _deepseek_router({**config, **filled}, problems)
     dense = {"first_dense_layers": int(given(config, "first_k_dense_replace", 1))}
     return rotary(
-        turned_whole(config, problems),
+        config,
         name,
         source,
         problems,
+        rope_dim=turned_width(config, problems, usual=0.5),
         qkv_bias=bool(given(config, "attention_bias", False)),
         qk_norm=bool(given(config, "use_qk_norm", False)),
         num_mtp_layers=int(given(config, "num_nextn_predict_layers", 0)),

@@ -166,14 +166,14 @@ def whole_width_norms(family: str) -> list[str]:
     return [f"model_type={family!r} norms queries and keys over all heads together; read are norms of each head."]
 
 
-def turned_whole(config: Config, problems: list[str]) -> Config:
-    """A config of GLM without `partial_rotary_factor`, half unless it is given; a problem where that is not 1."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    share = rope.pop("partial_rotary_factor", None)
-    share = given(config, "partial_rotary_factor", 0.5) if share is None else share
-    if share != 1:
-        problems.append(f"partial_rotary_factor={share} is not understood; read are heads that turn as a whole.")
-    return {**config, "rope_parameters": rope}
+def turned_width(config: Config, problems: list[str], *, usual: float = 1.0) -> int:
+    """`ModelSpec.rope_dim`: features of a head that turn, 0 for all; a share of `usual` unless the file has one."""
+    rope, width = config.get("rope_parameters") or config.get("rope_scaling") or {}, head_width(config)
+    share = float(given(rope, "partial_rotary_factor", given(config, "partial_rotary_factor", usual)))
+    if not 0 < share <= 1:
+        problems.append(f"partial_rotary_factor={share} must be above 0 and at most 1.")
+    turned = int(width * share)
+    return turned if turned < width else 0
 
 
 def head_width(config: Config) -> int:

@@ -1,5 +1,5 @@
 """`config.json` of families that look like Llama, whose layers differ in what a token attends to or whether they have
-positions: Mistral, Ministral, Phi-3 and Phi-4, SmolLM3; and the windows of Qwen."""
+positions: Mistral, Ministral, Phi-3 and Phi-4, SmolLM3, Gemma 2 and 3; and the windows of Qwen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..base.errors import ModelError
 from .attention_kinds import every_nth, of_layer, pattern_of
-from .huggingface_keys import Config, bias_fields, given, rotary, size, window_fields
+from .huggingface_keys import Config, attention_bias, bias_fields, given, rotary, size, turned_width, window_fields
 from .model import ModelSpec
 
 
@@ -48,15 +48,11 @@ def _phi3(config: Config, name: str, source: str) -> ModelSpec:
     """`Phi3Config` (Phi-3, Phi-4): Llama with a window in all layers, of whose heads a part may turn."""
     problems: list[str] = []
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    share = float(given(rope, "partial_rotary_factor", given(config, "partial_rotary_factor", 1.0)))
+    rope_dim = turned_width({**config, "head_dim": None}, problems)
     head_dim = size(config, "hidden_size") // max(1, size(config, "num_attention_heads"))
-    if not 0 < share <= 1:
-        problems.append(f"partial_rotary_factor={share} must be above 0 and at most 1.")
     if (kind := given(rope, "rope_type", rope.get("type"))) not in (None, "default"):
         problems.append(f"rope_type={kind!r} is not understood in phi3, whose pairs then have a factor each.")
     windows = window_fields(config, [True] * size(config, "num_hidden_layers"), problems)
-    turned = int(head_dim * share)
-    rope_dim = turned if turned < head_dim else 0
     return rotary(config, name, source, problems, head_dim=head_dim, rope_dim=rope_dim, **windows)
 
 
@@ -84,6 +80,69 @@ def _smollm3(config: Config, name: str, source: str) -> ModelSpec:
     )
 
 
+def _gemma2(config: Config, name: str, source: str) -> ModelSpec:
+    """`Gemma2Config` (arXiv 2408.00118, section 2): capped scores and logits, a window in every second layer."""
+    problems: list[str] = []
+    slides = [layer % 2 == 0 for layer in range(size(config, "num_hidden_layers"))]
+    windows = window_fields(config, slides, problems, usual=4096)
+    caps = {
+        "attention_softcap": float(config.get("attn_logit_softcapping", 50.0) or 0.0),
+        "logit_softcap": float(config.get("final_logit_softcapping", 30.0) or 0.0),
+    }
+    return rotary(_as_llama(config), name, source, problems, **_gemma_fields(config, problems), **caps, **windows)
+
+
+def _gemma3(config: Config, name: str, source: str) -> ModelSpec:
+    """`Gemma3TextConfig` (arXiv 2503.19786, section 2): normed queries and keys, a window and a smaller base of rotary
+    positions in all but every sixth layer. Versions before transformers 5 give that base a key of its own."""
+    problems: list[str] = []
+    step = int(given(config, "sliding_window_pattern", 6))
+    slides = [bool((layer + 1) % step) for layer in range(size(config, "num_hidden_layers"))]
+    windows = window_fields(config, slides, problems, usual=4096)
+    rope = given(config, "rope_parameters", {})
+    whole, local = given(rope, "full_attention", {}), given(rope, "sliding_attention", {})
+    if given(local, "rope_type", "default") != "default":
+        problems.append(f"rope_type={local['rope_type']!r} of sliding_attention is not understood; read is 'default'.")
+    base = float(given(local, "rope_theta", given(config, "rope_local_base_freq", 10000.0)))
+    theta = float(given(config, "rope_theta", given(whole, "rope_theta", 1e6)))
+    caps = {
+        "attention_softcap": float(given(config, "attn_logit_softcapping", 0.0)),
+        "logit_softcap": float(given(config, "final_logit_softcapping", 0.0)),
+    }
+    if given(config, "use_bidirectional_attention", False):
+        problems.append("use_bidirectional_attention=true is not understood; read are decoders.")
+    fields = {**_gemma_fields(config, problems), **caps, **windows, "qk_norm": True, "rope_theta": theta}
+    if windows:
+        fields["rope_local_theta"] = base
+    scaled = {**_as_llama(config), "rope_parameters": whole or given(config, "rope_scaling", {})}
+    return rotary(scaled, name, source, problems, **fields)
+
+
+def _as_llama(config: Config) -> dict[str, Any]:
+    """Without the activation, which Gemma names twice."""
+    return {key: value for key, value in config.items() if key != "hidden_act"}
+
+
+def _gemma_fields(config: Config, problems: list[str]) -> dict[str, Any]:
+    """What both generations have: norms with an offset before and behind both halves, a scale of scores of their own,
+    embeddings times the root of their width, tied by default."""
+    if (activation := given(config, "hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
+        problems.append(f"hidden_activation={activation!r} is not understood; read is 'gelu_pytorch_tanh'.")
+    head_dim, scalar = int(given(config, "head_dim", 256)), float(given(config, "query_pre_attn_scalar", 256))
+    if scalar <= 0:
+        problems.append(f"query_pre_attn_scalar={scalar:g} must be above 0.")
+    return {
+        "activation": "geglu_tanh",
+        "norm_offset": 1.0,
+        "post_norms": True,
+        "head_dim": head_dim,
+        "attention_scale": None if scalar == head_dim or scalar <= 0 else scalar**-0.5,
+        "embedding_multiplier": size(config, "hidden_size") ** 0.5,
+        "tied_embeddings": bool(given(config, "tie_word_embeddings", True)),
+        **attention_bias(config),
+    }
+
+
 def _with_a_tower(config: Config, name: str, source: str) -> ModelSpec:
     """A decoder behind a vision tower. Raises `ModelError`."""
     raise ModelError(
@@ -97,6 +156,8 @@ FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {
     "ministral": _mistral,
     "ministral3": _ministral3,
     "mistral3": _with_a_tower,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
     "phi3": _phi3,
     "smollm3": _smollm3,
 }

@@ -124,9 +124,9 @@ class BlockPricer:
     profile: Profile
     collective_s: Callable[[Collective], float]
     sums_gradients: bool = True
-    window: int = 0
     spread: Callable[[str], object] = str
     known: dict[object, Any] = field(default_factory=dict)
+    window: int = 0
 
     def block(self, works: tuple[Op, ...], pieces: Mapping[str, Traffic], *, recomputes_all: bool) -> Block:
         """The price of a block from the work of its layers and its memory-bound pieces."""

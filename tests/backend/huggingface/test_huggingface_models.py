@@ -49,6 +49,18 @@ SHARED = {
 YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 16}
 FACTORS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logit_multiplier": 1 / 3}
 PARALLEL = {"activation": "gelu", "norm": "layernorm", "parallel_block": True, "tied_embeddings": True}
+GEMMA = replace(
+    LLAMA,
+    activation="geglu_tanh",
+    norm_offset=1.0,
+    norm_eps=1e-6,
+    post_norms=True,
+    attention_scale=0.25,
+    embedding_multiplier=LLAMA.hidden_size**0.5,
+    sliding_window=9,
+    tied_embeddings=True,
+)
+
 MODELS = {
     "gpt2": ModelSpec(
         "gpt2",
@@ -92,7 +104,7 @@ MODELS = {
         rope_mscale_all_dim=1.0,
     ),
     "llama of biased attention": replace(LLAMA, qkv_bias=True, attention_output_bias=True),
-    "granite": replace(LLAMA, mlp_bias=True, **FACTORS),
+    "granite": replace(LLAMA, mlp_bias=True, attention_scale=0.3, **FACTORS),
     "granitemoe": replace(LLAMA, **MIXTURE, expert_ffn_hidden_size=None, **FACTORS),
     "qwen2_moe": replace(
         LLAMA,
@@ -107,9 +119,13 @@ MODELS = {
         shared_expert_gate=True,
         normalized_router_weights=False,
     ),
+    "gemma2": replace(GEMMA, window_layers=(1, 0), attention_softcap=2.0, logit_softcap=3.0),
+    "gemma3_text": replace(GEMMA, window_layers=(0, 1), qk_norm=True, rope_theta=1e6, rope_local_theta=5000.0),
     "glm4": replace(LLAMA, qkv_bias=True, post_norms=True),
+    "glm4 of which a half turns": replace(LLAMA, rope_dim=4, qkv_bias=True, post_norms=True),
     "glm4_moe": replace(
         LLAMA,
+        rope_dim=4,
         **MIXTURE,
         **GROUPS,
         qk_norm=True,
@@ -127,6 +143,8 @@ MODELS = {
         parallel_block=True,
         logit_multiplier=0.25,
         sliding_window=9,
+        window_layers=(1, 0),
+        rope_layers=(1, 0),
         tied_embeddings=True,
     ),
     "falcon": replace(LLAMA, **PARALLEL, rope_theta=5000.0),

@@ -142,13 +142,13 @@ def test_biases_of_attention_alone_and_of_the_mlp_alone_are_read():
 @pytest.mark.parametrize(
     ("family", "more", "expected"),
     [
-        ("granite", {}, "attention_multiplier=1.0 is not understood"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier=0 must be above 0"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be above 0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not understood"),
         ("granite", {"attention_multiplier": 8**-0.5, "logits_scaling": 0}, "logits_scaling=0 must be above 0"),
-        ("glm4", {}, "partial_rotary_factor=0.5 is not understood"),
+        ("glm4", {"partial_rotary_factor": 2}, "partial_rotary_factor=2.0 must be above 0 and at most 1"),
         ("olmo2", {}, "'olmo2' norms queries and keys over all heads together"),
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}, "clip_qkv=8.0 is not understood"),
-        ("cohere2", {}, "layer_types has layers without window"),
-        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "attention sinks"),
         ("llama4_text", {}, "attn_temperature_tuning=true"),
         ("llama4", {"text_config": {**SIZES, "attention_chunk_size": 32}}, "attention_chunk_size=32"),
         ("deepseek_v32", {"index_topk": 2048}, "index_topk describes attention to tokens that an index chooses"),
