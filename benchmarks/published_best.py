@@ -5,8 +5,9 @@ Usage: python benchmarks/published_best.py [--write docs/published_best.md] [ID 
 Every row is a published run whose authors chose its layout. Everything but the layout, the microbatch, recomputation
 and the schedule is as they had it, and both are predicted by one model, so a ratio says nothing about the model's
 error. `all` is the ratio of the published step to that of the best layout, `alike` to that of the best one with the
-ZeRO stage and the recomputation that were published, as the software of the time may have had no other. Where `alike`
-is above 1.03 the last column says what the publication's layout has otherwise and what that costs.
+ZeRO stage, the recomputation and the sequence parallelism that were published, as the software of the time may have
+had no other. Where `alike` is above 1.03, or the published layout does not fit as modelled, the last column says what
+it has otherwise than that best one, and what that costs or holds.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def compared(source: str, plan: Plan) -> Compared:
     kept = {"layout.order": plan.layout.order}
     report, plans = _searched(plan, kept)
     alike = {"layout.zero": plan.layout.zero, "recompute.mode": plan.recompute.mode}
+    if not plan.layout.sequence_parallel and (plan.layout.tp > 1 or plan.layout.zero < 2):
+        alike["layout.sequence_parallel"] = False
     if plan.recompute.mode == "selective":
         alike["recompute.modules"] = plan.recompute.modules
     alike_report, alike_plans = _searched(plan, {**kept, **alike})

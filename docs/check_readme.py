@@ -6,10 +6,9 @@ commands but those of which a word is in `SLOW`: they start processes and need t
 and run with --all. A line `...` in a block stands for any lines, and times that a command took itself (`in 1.93 s`) are
 not compared. --write puts what was printed into the blocks without `...`.
 
-The commands of a page run one after the other in a folder of their own, from which the repository's
-`examples` are seen. What they write there as plan.toml and step.svg is compared with the page's own plan and picture,
-the files beside it of its name, and with --write takes their place. A page whose commands are not all run begins with
-its own plan.
+The commands of a page run one after the other in a folder of their own, from which the repository's `examples` are
+seen. What they write there as plan.toml and step.svg is compared with the page's own plan and picture, the files beside
+it of its name, and with --write takes their place. Where not all commands of a page are run, they have its own plan.
 """
 
 from __future__ import annotations

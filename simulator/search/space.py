@@ -22,6 +22,7 @@ from ...core.layout.microbatches import microbatch_counts
 from ...core.layout.stages import balanced_stages
 from ...core.plan.plan import Plan
 from ...core.plan.rules import broken_rules
+from ...core.plan.rules.schedule import actions_are_bounded
 from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
 from ...core.schedule import CATALOG
 from ..cost.pricing import Pricing
@@ -301,6 +302,9 @@ def _skeletons(
         return []
     if broken := broken_rules({**_shared_nouns(space), "layout": layout, "batch": batch}):
         tally.reject(broken[0].rule.name)
+        return []
+    if names and any(actions_are_bounded(batch, layout, _choice(names[0]))):  # as long whatever the order
+        tally.reject("actions-are-bounded")
         return []
     legal: dict[object, list[str]] = {}
     for name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import itertools
 import os
 import pty
 import re
@@ -223,12 +224,38 @@ def test_annotations_of_github_stay_on_one_line(monkeypatch, capsys, tmp_path):
     assert printed.out.count("\n") == 1 and "did you mean 'tp'?" in printed.out and too_long(printed.err, 60) == []
 
 
-def test_readme_shows_what_an_80_column_terminal_shows(check_readme):
+COOKBOOK = sorted((ROOT / "docs" / "cookbook").glob("*.md"))
+
+
+def test_readme_and_cookbook_show_what_an_80_column_terminal_shows(check_readme):
+    assert set(COOKBOOK) <= set(check_readme.PAGES) and len(COOKBOOK) >= 6
     blocks = check_readme.blocks((ROOT / "README.md").read_text())
     assert len(blocks) >= 4 and any(block.is_cheap for block in blocks)
-    for block in blocks:
+    for block in itertools.chain(*(check_readme.blocks(page.read_text()) for page in check_readme.PAGES)):
         assert too_long(f"$ {block.written}\n{block.shown}", 80) == [], block.command
         assert shlex.split(block.command)[0] == "shardproof"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", COOKBOOK, ids=lambda page: page.stem)
+def test_pages_of_the_cookbook_print_and_make_what_they_say(check_readme, page, tmp_path):
+    assert check_readme.run_page(page, tmp_path, everything=True) == []
+
+
+def test_a_page_of_a_long_search_draws_its_own_plan(check_readme, tmp_path, capsys):
+    assert all(f"]({page.stem}.svg)" in page.read_text() and page.with_suffix(".toml").exists() for page in COOKBOOK)
+    assert check_readme.run_page(ROOT / "docs" / "cookbook" / "qwen3_235b_128.md", tmp_path, everything=False) == []
+    assert re.findall("not run|as .* says", capsys.readouterr().out) == ["not run", "as qwen3_235b_128.md says"]
+
+
+def test_a_page_whose_plan_is_not_what_its_commands_make_is_found(check_readme, tmp_path):
+    page, folder = tmp_path / "page.md", tmp_path / "folder"
+    folder.mkdir()
+    page.write_text("```console\n$ shardproof draw examples/tiny_tp2_pp2_dp2.toml -o step.svg\n```\n")
+    page.with_suffix(".svg").write_text("<svg/>")
+    assert check_readme.run_page(page, folder, everything=False) == [
+        "page.svg is not what the commands write as step.svg"
+    ]
 
 
 def test_check_readme_compares_all_but_times_and_what_is_left_out(check_readme):

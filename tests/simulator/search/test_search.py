@@ -43,6 +43,7 @@ from shardproof.simulator.search.progress import progress_text
 from shardproof.simulator.search.question import NEAR, SLOWEST_OF_FRONT, Progress, Question
 from shardproof.simulator.search.search import NUM_RANKED, _memories, search
 from shardproof.simulator.search.simplicity import complexity, plainer_first
+from shardproof.simulator.search.space import Tally, families
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.simulator.stack.profiles import PROFILES
 
@@ -231,6 +232,13 @@ def test_a_plan_stands_for_the_space_around_it():
     given = space()
     plan = Plan(given.model, given.cluster, Layout(tp=2, dp=3), given.batch)
     assert search(plan).plans == search(given).plans
+
+
+def test_layouts_whose_steps_are_too_long_to_simulate_are_rejected_and_the_others_looked_at():
+    tally = Tally()
+    found = list(families(space(4, model=replace(MODEL, num_layers=4), batch=Batch(200_000, 1, 4096)), tally))
+    assert tally.rejected["actions-are-bounded"] > 0 and found
+    assert all(each.plan.num_microbatches * each.plan.layout.num_stages * 6 <= 1_000_000 for each in found)
 
 
 def test_a_schedule_file_cannot_be_pinned():
