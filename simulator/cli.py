@@ -324,8 +324,6 @@ def _during(report: Mapping[str, Any]) -> str:
     return f" during {report['peak_memory_action']}" if report["peak_memory_action"] else ""
 
 
-
-
 def _memory_lines(memory_bytes: Mapping[str, int], width: int | None) -> list[str]:
     total = sum(memory_bytes.values())
     return table([(name, format_bytes(count), f"{count / total:6.1%}") for name, count in memory_bytes.items()], width)
