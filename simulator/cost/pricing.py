@@ -36,6 +36,7 @@ from ..stack.delayed_scaling import AMAX_CALLS, amax_reduction, update_s
 from .blocks import COMPONENT_OF_AXIS, Block, BlockPricer, Part
 from .communication import CommunicationPricing, Place
 from .expert_load import loaded_traffic, loaded_work
+from .graph_launches import LAYER_CALLS, sum_calls
 from .host_blocks import host_block, host_check_s, host_flatten_s, host_step_s
 from .host_cores import core_loads, skew_s
 from .host_link import backward_wait_s, copies_under_work, forward_wait_s, update_wait_s
@@ -47,10 +48,6 @@ from .zero import alone_s, shared_card_s, table_share, uncovered, units
 OPTIMIZER_KERNELS = 12
 """Launches of a multi-tensor optimizer step. Modelled."""
 
-
-LAYER_CALLS = 2
-"""Launches of a captured layer's forward, or backward: a copy of what comes in, and the graph
-(`backend.ranks.graphed_part`, torch.cuda.make_graphed_callables). Counted."""
 
 PARTS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input_gradient", Kind.W: "weight_gradient"}
 """Kind of action -> part of a block."""
@@ -293,12 +290,16 @@ class Pricing(CommunicationPricing):
 
     def _launched(self, part: Part, group: Group, name: str) -> Part:
         """A part of a block with the launches that are left where layers are graphs: what comes in is copied to where
-        the graph reads it, and the graph launched; W takes nothing. Embedding, head and layers with experts, of which
-        graphs hold some kernels at most, are launched as without."""
+        the graph reads it, and the graph launched; W takes nothing. Our backend adds weight gradients to their sums
+        after that. Embedding, head and layers with experts, of which graphs hold some kernels at most, are launched as
+        without."""
         graphed = self.profile.cuda_graphs and self.profile.graph_scope == "layer"
         if not graphed or group.kind != "layer" or group.has_experts:
             return part
-        return Part(part.seconds, (1 if name == PARTS[Kind.W] else LAYER_CALLS) / self.profile.host_calls)
+        calls = 1 if name == PARTS[Kind.W] else LAYER_CALLS
+        if self.profile.reduces_by_program and name in (PARTS[Kind.B], PARTS[Kind.W]):
+            calls += sum_calls(self.plan.model, group)
+        return Part(part.seconds, calls / self.profile.host_calls)
 
     def _host_link_s(self, kind: Kind, place: Place) -> float:
         """What a pass waits for copies to or from host memory."""

@@ -331,6 +331,9 @@ LAYER_PLANS = {
     "layer-zero3": _by_layer(4, ranks=4, layout="pp = 2\nvpp = 2\ndp = 2\nzero = 3").replace(
         "[data_parallel]", _ONE_STAGE
     ),
+    "layer-registered": _by_layer(4, ranks=2, layout="dp = 2\nzero = 2", data=EARLY)
+    .replace('"exact"', '"fast"')
+    .replace("[train]", '[communicators]\nregistered = ["dp"]\n[train]'),
 }
 """The same whose layers are captured: dropout, a split backward with recomputation, experts with a shared one and
-multi-token prediction, weights that rest in parts."""
+multi-token prediction, weights that rest in parts, buckets in memory that NCCL knows."""

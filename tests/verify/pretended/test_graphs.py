@@ -12,10 +12,13 @@ import pytest
 
 from shardproof.core.base.errors import InternalError
 from shardproof.core.plan.plan import Plan
+from shardproof.core.program import stage_groups
+from shardproof.simulator.cost.graph_launches import sum_calls
 from shardproof.verify.pretended.changes import Change
 from shardproof.verify.pretended.environment import environment
 from shardproof.verify.pretended.examine import examined
 from shardproof.verify.pretended.graph_changes import BITS, GRAPH_CHANGES, GRAPH_PLANS, LAYER_CHANGES, LAYER_PLANS
+from shardproof.verify.pretended.log import read_log
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None,
@@ -177,6 +180,40 @@ def test_replayed_steps_have_the_bits_of_others_and_new_shapes_are_captured_anew
     layers = drops.replace("[train]", 'cuda_graph_scope = "layer"\n[train]')
     done = run(tmp_path, ONE_RANK, f"{drops}====={trimmed(tmp_path)}====={layers}")
     assert done.stdout.splitlines() == ["() 1 1", "() 3 1", "() 1 1 1"], done.stdout + done.stderr
+
+
+SUMS = """
+import sys, torch
+import torch.distributed as dist
+from shardproof.backend.ranks.training_rank import TrainingRank
+from shardproof.backend.transport.process_group import ProcessGroupTransport
+from shardproof.core.plan.plan import Plan
+from shardproof.verify.pretended.labelled import LabelledRecorder, note, pretended
+plan = Plan.from_toml(sys.stdin.read())
+with ProcessGroupTransport(dist.HashStore(), 0, 1, backend="nccl", device=torch.device("cuda:0")) as transport:
+    transport.recorder = LabelledRecorder()
+    rank = TrainingRank(transport, plan)
+    for step in range(plan.runtime.cuda_graph_warmup_steps + 2):
+        note("step", str(step))
+        rank.step(step)
+    pretended().pretended_flush()
+"""
+
+
+def test_launches_into_sums_after_a_replay_are_those_that_the_simulator_counts(tmp_path: Path) -> None:
+    text = PLAN.format(
+        model="", dtype="fp32", runtime='cuda_graph_scope = "layer"\ncuda_graph_warmup_steps = 1', train=""
+    )
+    env = dict(environment(tmp_path, log=True))
+    done = subprocess.run([sys.executable, "-c", SUMS], env=env, input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (log,) = (tmp_path / "logs").glob("*.log")
+    entries = list(read_log(log))
+    last = max(place for place, entry in enumerate(entries) if entry.kind == "step")
+    given = [e for e in entries[last:] if e.kind == "op" and e.label.startswith("0B1 layers.0")]
+    plan = Plan.from_toml(text)
+    (group,) = (each for each in stage_groups(plan, 0) if each.kind == "layer")
+    assert len(given) == sum_calls(plan.model, group) > 0
 
 
 @pytest.mark.full
