@@ -100,6 +100,11 @@ class Pricing(CommunicationPricing):
         place = Place(stage, self._owners[stage][replica])
         return place if self._is_host else self._price_class(kind, place)
 
+    def sending_class(self, kind: Kind, stage: int, replica: int = 0) -> object:
+        """Equal for stages whose actions are the same but for what other stages' work hides of them."""
+        place = Place(stage, self._owners[stage][replica])
+        return place if self._is_host else self._sending_class(kind, place)
+
     def is_placed_evenly(self) -> bool:
         """Whether the groups over which layers communicate are placed in the same way on all pipeline ranks."""
         first, *others = (self._spreads.of_rank(self._inner_axes, 0, pp_rank) for pp_rank in range(self.plan.layout.pp))

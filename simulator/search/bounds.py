@@ -130,12 +130,16 @@ def lower_bound_s(plan: Plan, pricing: Pricing) -> float:
     after_s = np.array([_after_s(pricing, *places[first]) for first in firsts])[number]
     done_s = ends_s + np.minimum.reduceat(after_s[slots.by_rank], slots.rank_first)
     of_ranks = [places[i] for i in slots.by_rank[slots.rank_first].tolist()]
-    firsts, number = _distinct([pricing.price_class(Kind.STEP, *place) for place in of_ranks])
+    # What lower stages hide of a STEP differs from rank to rank. The longest counts after clipping, and of ranks that
+    # send the same the first hides least.
+    clips = bool(plan.optimizer.clip_grad_norm)
+    class_of = pricing.sending_class if clips else pricing.price_class
+    firsts, number = _distinct([class_of(Kind.STEP, *place) for place in of_ranks])
     step_s = np.array([pricing.seconds(Kind.STEP, *of_ranks[first]).total_s for first in firsts])[number]
     drained_s = (
         float((ends_s + drains_s).max() + after_s[: slots.first[1]].min()) if whole and len(slots.first) > 1 else 0.0
     )
-    if plan.optimizer.clip_grad_norm:
+    if clips:
         return max(float(done_s.max()), drained_s) + float(step_s.max())
     return max(float((done_s + step_s).max()), drained_s + float(step_s.min()) if drained_s else 0.0)
 
