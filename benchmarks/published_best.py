@@ -4,10 +4,10 @@ Usage: python benchmarks/published_best.py [--write docs/published_best.md] [ID 
 
 Every row is a published run whose authors chose its layout. Everything but the layout, the microbatch, recomputation
 and the schedule is as they had it, and both are predicted by one model, so a ratio says nothing about the model's
-error. `all` is the ratio of the published step to that of the best layout, `same` to that of the best one with the
-ZeRO stage, the recomputation and the sequence parallelism that were published, as the software of the time may have
-had no other. Where `same` is above 1.03, or the published layout does not fit as modelled, the last column says what
-it has otherwise than that best one, and what that costs or holds.
+error. `all` is the ratio of the published step to that of the best layout, `restricted` to that of the best one with
+the ZeRO stage, the recomputation and the sequence parallelism that were published, as the software of the time may
+have had no other. Where `restricted` is above 1.03, or the published layout does not fit as modelled, the last column
+says what it has otherwise than that best one, and what that costs or holds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Compared(NamedTuple):
     best: Plan
     ratio: float
     place: int | None
-    same: float
+    restricted: float
     reason: str
     processor_s: float
 
@@ -82,21 +82,21 @@ def compared(source: str, plan: Plan) -> Compared:
     step_s, fits = float(simulate(plan).report["step_time_s"]), fit(plan).fits
     held = {"layout.order": plan.layout.order}
     report, plans = _searched(plan, held)
-    same = {"layout.zero": plan.layout.zero, "recompute.mode": plan.recompute.mode}
+    restricted = {"layout.zero": plan.layout.zero, "recompute.mode": plan.recompute.mode}
     if not plan.layout.sequence_parallel and (plan.layout.tp > 1 or plan.layout.zero < 2):
-        same["layout.sequence_parallel"] = False
+        restricted["layout.sequence_parallel"] = False
     if plan.recompute.mode == "selective":
-        same["recompute.modules"] = plan.recompute.modules
-    same_report, same_plans = _searched(plan, {**held, **same})
+        restricted["recompute.modules"] = plan.recompute.modules
+    restricted_report, restricted_plans = _searched(plan, {**held, **restricted})
     steps_s = [each["step_time_s"] for each in report["candidates"]]
     place = 1 + sum(each < step_s * (1 - 1e-9) for each in steps_s)
-    ratio, ratio_same = (
+    ratio, restricted_ratio = (
         step_s / min(each["step_time_s"] for each in found["candidates"]) if found["candidates"] else float("nan")
-        for found in (report, same_report)
+        for found in (report, restricted_report)
     )
     reason = ""
-    if ratio_same > NEAR or not fits or ratio_same != ratio_same:
-        of_plan = reasons([same_plans[0] if same_plans else plans[0], plan])
+    if restricted_ratio > NEAR or not fits or restricted_ratio != restricted_ratio:
+        of_plan = reasons([restricted_plans[0] if restricted_plans else plans[0], plan])
         reason = next((f"{each.change}: {each.text}" for each in of_plan), "")
     return Compared(
         source,
@@ -106,7 +106,7 @@ def compared(source: str, plan: Plan) -> Compared:
         plans[0],
         ratio,
         place if place <= len(steps_s) else None,
-        ratio_same,
+        restricted_ratio,
         reason,
         process_time() - started,
     )
@@ -140,17 +140,17 @@ def _cells(each: Compared) -> tuple[str, ...]:
         words(each.best),
         f"{each.ratio:.3f}",
         place,
-        f"{each.same:.3f}",
+        f"{each.restricted:.3f}",
         each.reason,
     )
 
 
-HEADER = ("run", "published layout", "its step", "best layout", "all", "place of 20", "same", "what costs it")
+HEADER = ("run", "published layout", "its step", "best layout", "all", "place of 20", "restricted", "what costs it")
 
 
 def page(found: list[Compared]) -> str:
     """The page of all rows."""
-    near = sum(each.same <= NEAR for each in found)
+    near = sum(each.restricted <= NEAR for each in found)
     about = __doc__.split("\n\n", 2)[2].strip().replace("\n", " ")
     lines = [
         "# Published layouts and the best that a search finds",
@@ -159,7 +159,7 @@ def page(found: list[Compared]) -> str:
         "",
         about,
         "",
-        f"{near} of {len(found)} are within 3% of the best layout like them, "
+        f"{near} of {len(found)} are within 3% of the best layout so restricted, "
         f"{sum(each.ratio <= NEAR for each in found)} of the best of all.",
         "",
         "| " + " | ".join(HEADER) + " |",
