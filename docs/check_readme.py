@@ -8,7 +8,8 @@ not compared. --write puts what was printed into the blocks without `...`.
 
 The commands of a page run one after the other in a folder of their own, from which the repository's `examples` are
 seen. What they write there as plan.toml and step.svg is compared with the page's own plan and picture, the files
-next to it, of its name, and with --write takes their place. Where not all commands of a page are run, they have its own plan.
+next to it, of its name, and with --write takes their place. Where not all commands of a page are run, they have its
+own plan.
 """
 
 from __future__ import annotations
