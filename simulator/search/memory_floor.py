@@ -198,13 +198,13 @@ class MemoryFloors:
         return _End(
             number=self._numbers.setdefault(contents, len(self._numbers)),
             stages=tuple((first, 1 + len(others)) for first, *others in same.values()),
-            parts=_held_parts(plan, stages),
-            own=_held_parts(plan, [at_end]),
+            parts=_saved_parts(plan, stages),
+            own=_saved_parts(plan, [at_end]),
             last=stage_groups(plan, at_end)[-1],
         )
 
 
-def _held_parts(plan: Plan, stages: Sequence[int]) -> tuple[tuple[Group, int], ...]:
+def _saved_parts(plan: Plan, stages: Sequence[int]) -> tuple[tuple[Group, int], ...]:
     """The parts of stages of which a microbatch keeps something on the device, one of those that are equal with how
     many these are."""
     found: dict[int, tuple[Group, int]] = {}
