@@ -80,14 +80,14 @@ def compared(source: str, plan: Plan) -> Compared:
     """A published plan and the best of two searches."""
     started = process_time()
     step_s, fits = float(simulate(plan).report["step_time_s"]), fit(plan).fits
-    held = {"layout.order": plan.layout.order}
-    report, plans = _searched(plan, held)
+    order = {"layout.order": plan.layout.order}
+    report, plans = _searched(plan, order)
     restricted = {"layout.zero": plan.layout.zero, "recompute.mode": plan.recompute.mode}
     if not plan.layout.sequence_parallel and (plan.layout.tp > 1 or plan.layout.zero < 2):
         restricted["layout.sequence_parallel"] = False
     if plan.recompute.mode == "selective":
         restricted["recompute.modules"] = plan.recompute.modules
-    restricted_report, restricted_plans = _searched(plan, {**held, **restricted})
+    restricted_report, restricted_plans = _searched(plan, {**order, **restricted})
     steps_s = [each["step_time_s"] for each in report["candidates"]]
     place = 1 + sum(each < step_s * (1 - 1e-9) for each in steps_s)
     ratio, restricted_ratio = (

@@ -7,8 +7,8 @@ and run with --all. A line `...` in a block stands for any lines, and times that
 not compared. --write puts what was printed into the blocks without `...`.
 
 The commands of a page run one after the other in a folder of their own, from which the repository's `examples` are
-seen. What they write there as plan.toml and step.svg is compared with the page's own plan and picture, the files
-next to it, of its name, and with --write takes their place. Where not all commands of a page are run, they have its
+seen. What they write there as plan.toml and step.svg is compared with the page's own plan and picture, the files of
+its name that lie with it, and with --write takes their place. Where not all commands of a page are run, they have its
 own plan.
 """
 
@@ -88,9 +88,9 @@ def run_page(page: Path, folder: Path, *, everything: bool, write: bool = False)
     (folder / "examples").symlink_to(ROOT / "examples")
     text, otherwise = page.read_text(), []
     own = {folder / made: page.with_suffix(suffix) for made, suffix in MADE.items()}
-    for made, held in own.items():
-        if held.exists() and made.suffix == ".toml":
-            shutil.copy(held, made)
+    for made, mine in own.items():
+        if mine.exists() and made.suffix == ".toml":
+            shutil.copy(mine, made)
     for block in blocks(text):
         if not (block.is_cheap or everything):
             print(f"not run, --all does: {block.command}")
@@ -108,11 +108,11 @@ def run_page(page: Path, folder: Path, *, everything: bool, write: bool = False)
             otherwise.append(
                 block.command + "\n" + "".join(difflib.unified_diff(shown, now, page.name, "printed", n=0))
             )
-    for made, held in own.items():
+    for made, mine in own.items():
         if made.exists() and write:
-            shutil.copy(made, held)
-        elif made.exists() and made.read_bytes() != held.read_bytes():
-            otherwise.append(f"{held.name} is not what the commands write as {made.name}")
+            shutil.copy(made, mine)
+        elif made.exists() and made.read_bytes() != mine.read_bytes():
+            otherwise.append(f"{mine.name} is not what the commands write as {made.name}")
     return otherwise
 
 

@@ -115,7 +115,7 @@ def _of_unequal(work: Work, num_stages: int) -> list[int]:
 
     possible = sorted({length(first, end) for first in range(number) for end in range(first + 1, number + 1)})
     most = possible[bisect_left(possible, True, key=lambda limit: _fits(length, number, num_stages, limit))]
-    return list(_held(length, number, num_stages, most))
+    return list(_shared_out(length, number, num_stages, most))
 
 
 def _fits(length: Length, number: int, num_stages: int, most: float) -> bool:
@@ -136,7 +136,7 @@ def _needed(length: Length, number: int, most: float) -> list[int]:
     return needed
 
 
-def _held(length: Length, number: int, num_stages: int, most: float) -> Iterator[int]:
+def _shared_out(length: Length, number: int, num_stages: int, most: float) -> Iterator[int]:
     """Layers of stages of no more than `most`, each as long as the mean of what is left, as nearly as the later ones
     allow."""
     needed, first = _needed(length, number, most), 0
