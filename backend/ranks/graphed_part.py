@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from ..numerics.sample_sums import SampleSums
 from ..numerics.token_product import AddedInPlace
 from ..tensor_parallel.context import LayerContext
 
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
 Work = tuple[str, Usage, Callable[[], Contribution]]
 """A layer's name, the use of a parameter, and what computes its gradient of a microbatch."""
 
@@ -34,14 +37,10 @@ Given = list[tuple[str, Usage, Contribution]]
 """What a backward gives to sums: the layer, the use of a parameter and its gradient of a microbatch."""
 
 
-MemoryPool = tuple[int, int]
-"""What torch calls a pool of memory for graphs."""
-
-
 class Graphs(Protocol):
     """What captures; `layer_graphs.LayerGraphs` is one."""
 
-    def captured(self, kind: str, pool: MemoryPool) -> AbstractContextManager[torch.cuda.CUDAGraph]: ...
+    def captured(self, kind: str, pool: _POOL_HANDLE) -> AbstractContextManager[torch.cuda.CUDAGraph]: ...
 
     def shown(self) -> tuple[Callable[[], None], ...]: ...
 
@@ -56,7 +55,7 @@ class Slot(Protocol):
     def addresses(self) -> set[int]: ...
 
     @property
-    def pool(self) -> MemoryPool: ...
+    def pool(self) -> _POOL_HANDLE: ...
 
 
 @dataclass(frozen=True)

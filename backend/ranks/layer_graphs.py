@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ from ..base.shown_later import ShownLater
 from ..base.streams import is_captured
 from ..pipeline.graphs import copy_into, own_microbatch, shapes_of
 from ..tensor_parallel.context import LayerContext
-from .graphed_part import GraphedPart, MemoryPool
+from .graphed_part import GraphedPart
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 HELD_OUT = -1
 """The slot of all microbatches of held-out data: none is kept for a backward."""
@@ -73,7 +76,7 @@ class LayerGraphs:
         self._num_keys = len(self.keys)
 
     @contextmanager
-    def captured(self, kind: str, pool: MemoryPool) -> Iterator[torch.cuda.CUDAGraph]:
+    def captured(self, kind: str, pool: _POOL_HANDLE) -> Iterator[torch.cuda.CUDAGraph]:
         """What is given to the device inside is the graph that comes back, whose memory is of a slot's pool. Nothing of
         it is done meanwhile. Other threads go on: the host waits for no message, so that no rank waits for one that
         captures."""
@@ -123,7 +126,7 @@ class _Slot:
             place=torch.zeros((), dtype=torch.int64, device=graphs.device),
         )
         self.taken = microbatch
-        self.pool: MemoryPool = torch.cuda.graph_pool_handle()
+        self.pool: _POOL_HANDLE = torch.cuda.graph_pool_handle()
         """What a capture lets go of, the next ones of the pool may keep something in. Graphs of one slot are replayed
         in the order in which they were captured; those of another slot would write to it before it is used."""
         self.addresses: set[int] = set()

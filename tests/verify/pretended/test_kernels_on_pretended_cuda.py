@@ -80,6 +80,49 @@ def test_a_check_of_gpus_holds(tmp_path: Path, check: str) -> None:
     assert [(each["name"], each["status"]) for each in found] == [(check, "ok")], found
 
 
+CAPTURED = """
+[model]
+preset = "tiny-gpt"
+num_layers = 1
+hidden_size = 16
+num_heads = 2
+num_kv_heads = 2
+ffn_hidden_size = 40
+vocab_size = 257
+[cluster]
+preset = "this-host"
+num_devices = 1
+[batch]
+global = 2
+micro = 1
+sequence = 10
+[precision]
+dtype = "bf16"
+[numerics]
+mode = "exact"
+gradient_token_block = 4
+triton_products = ["all"]
+[runtime]
+cuda_graphs = true
+cuda_graph_scope = "{scope}"
+"""
+
+REPLAYS = """
+import sys, torch
+from shardproof.core.plan.plan import Plan
+from shardproof.verify.doctor.gpu_graphs import replayed
+found = replayed(Plan.from_toml(sys.argv[1]), torch.device("cuda:0"), 3)
+print(found.different, *found.captures.values())
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("scope", "said"), [("step", "() 1 1"), ("layer", "() 1 1 1")])
+def test_captured_products_of_our_kernels_have_the_bits_of_others(tmp_path: Path, scope: str, said: str) -> None:
+    done = run(tmp_path, "-c", REPLAYS, CAPTURED.format(scope=scope))
+    assert done.stdout == f"{said}\n", done.stderr
+
+
 @pytest.mark.full
 def test_a_step_over_nccl_is_one_devices(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "shardproof", "doctor", "--gpus", "--only", "gpu-step", "--json", devices=2)
