@@ -295,7 +295,8 @@ def test_what_plans_of_other_degrees_copies_and_zero_share_is_their_own(profile)
 
 
 def test_stages_that_hold_the_same_cost_what_their_own_place_makes_them():
-    cluster, sharding = replace(cluster_preset("dgx-h100", 12), devices_per_node=4), DataParallel(overlap_param_gather=True)
+    cluster, sharding = cluster_preset("dgx-h100", 12), DataParallel(overlap_param_gather=True)
+    cluster = replace(cluster, devices_per_node=4)
     layout, batch = Layout(cp=3, pp=4, zero=1), Batch(8, 1, 6144)
     plan = Plan(TWELVE, cluster, layout, batch, Runtime("megatron-te"), data_parallel=sharding)
     together = Pricing(plan, shared={})
