@@ -241,7 +241,7 @@ def broken_run(plan: Plan, breaks: Callable[[Patches], None], steps: int = 3) ->
 
 
 def scales_sums_over_tokens(patches: Patches) -> None:
-    """Gradients of norms and biases are 2% too large."""
+    """Gradients of norms are 2% too large, and of biases, where there are some."""
     patches.replace(FastNumerics, "token_sums", lambda original: lambda self, *args: original(self, *args) * 1.02)
 
 
@@ -273,11 +273,8 @@ def scales_the_token_table(patches: Patches) -> None:
             "gqa-layernorm",
             Layout(tp=2),
             scales_sums_over_tokens,
-            {
-                f"{norm}.{part}"
-                for norm in ("layers.*.attention.norm", "head.norm")  # a parallel block has no norm of its MLP
-                for part in ("weight", "bias")
-            },
+            # a parallel block has no norm of its MLP, and norms here have no bias
+            {f"{norm}.weight" for norm in ("layers.*.attention.norm", "head.norm")},
             1.02,
         ),
         (
