@@ -84,8 +84,7 @@ class LayerGraphs:
         self._graphs.append(graph)
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
-            handle: Any = pool  # a type of its own in torch
-            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 yield graph
             except BaseException:

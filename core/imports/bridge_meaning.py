@@ -235,7 +235,7 @@ def _put_dense_layers(sheet: Sheet) -> None:
     if isinstance(pattern, list) and len(pattern) == layers and all(each in (0, 1) for each in pattern):
         found = pattern_of([layer for layer, moe in enumerate(pattern) if moe], layers)
     if found is None:
-        why = "every so manieth layer after the first dense ones has experts in a plan (model.expert_layer_step)."
+        why = "every n-th layer after the first dense ones has experts in a plan (model.expert_layer_step)."
         sheet.refuse("model.moe_layer_freq", why)
         return
     for key, value, usual in zip(("first_dense_layers", "expert_layer_step"), found, (0, 1), strict=True):

@@ -54,7 +54,7 @@ def _dense_layers(reading: Reading, layers: int | None) -> None:
             reading.put("model.first_dense_layers", found[0], "--moe-layer-freq")
             reading.put("model.expert_layer_step", found[1], "--moe-layer-freq")
             return
-    why = "in a plan every so manieth layer after the first dense ones has experts, up to the last"
+    why = "in a plan every n-th layer after the first dense ones has experts, up to the last"
     reading.say("--moe-layer-freq", "refused", why, "model.expert_layer_step")
 
 

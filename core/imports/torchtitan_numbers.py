@@ -124,7 +124,7 @@ def _put_recompute(sheet: Sheet, pp: int, stages: list[int]) -> None:
         sheet.put("recompute.mode", "selective", OPTION, MODE)
         sheet.put("recompute.modules", ["norm"], OPTION)
     elif not option.isdecimal() or len(option) > 6:
-        sheet.refuse(OPTION, "this is 'op', or a number: every so-manieth layer is computed again.")
+        sheet.refuse(OPTION, "this is 'op', or a number: every n-th layer is computed again.")
     else:
         _put_every(sheet, int(option), pp, stages)
 

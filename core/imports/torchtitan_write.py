@@ -31,7 +31,7 @@ _WHYS = {
     "layout.stages": "stages are lists of modules; another way to write the same cut is not kept",
     "layout.sequence_parallel": "sequences are cut whenever the tensor-parallel degree is above 1",
     "schedule.name": "torch.distributed.pipelining has no such schedule",
-    "recompute": "torchtitan computes again by operations, whole layers, or every so-manieth layer",
+    "recompute": "torchtitan computes again by operations, whole layers, or every n-th layer",
     "runtime.profile": "the plan is for torchtitan now",
     "precision.dtype": "torchtitan computes in bf16 (products in fp8) with FSDP, and in fp32 without it in tp and pp",
     "train.data": "which text is learned is training.dataset, of a name that torchtitan knows",
@@ -207,7 +207,7 @@ def _recompute(plan: Plan) -> Iterator[tuple[str, Any]]:
 
 
 def _step_of(plan: Plan, layers: tuple[int, ...]) -> int | None:
-    """The number of which every so-manieth layer of each rank is one of these; None where there is none."""
+    """The number of which every n-th layer of each rank is one of these; None where there is none."""
     layout, stages = plan.layout, plan.stages
     ranks = []
     for pp_rank in range(layout.pp):

@@ -55,7 +55,7 @@ def _qwen2_moe(config: Config, name: str, source: str) -> ModelSpec:
 
 
 def _qwen_moe(config: Config, name: str, source: str, biases: dict[str, bool], **more: Any) -> ModelSpec:
-    """What both generations have in common: experts in every so manieth layer, but for those named dense."""
+    """What both generations have in common: experts in every n-th layer, but for those named dense."""
     problems: list[str] = []
     step, dense = max(1, given(config, "decoder_sparse_step", 1)), set(given(config, "mlp_only_layers", ()))
     layers = [layer for layer in range(step - 1, size(config, "num_hidden_layers"), step) if layer not in dense]
@@ -181,8 +181,8 @@ def _gpt_oss(config: Config, name: str, source: str) -> ModelSpec:
 
 
 def _llama4(config: Config, name: str, source: str) -> ModelSpec:
-    """`Llama4TextConfig`: a router whose weight multiplies what goes into an expert, one shared expert, every so
-    manieth layer with experts, and attention in chunks in most layers. What decides is refused, all of it together."""
+    """`Llama4TextConfig`: a router whose weight multiplies what goes into an expert, one shared expert, experts in
+    every n-th layer, and attention in chunks in most layers. What decides is refused, all of it together."""
     text = config.get("text_config") if config["model_type"] == "llama4" else config
     if not isinstance(text, dict):
         raise KeyError("text_config")

@@ -134,7 +134,7 @@ def expert_pattern(config: Config, layers: Collection[int], problems: list[str],
     """The fields of which layers have experts; `keys` of the config say so."""
     num_layers = size(config, "num_hidden_layers")
     if (found := expert_layers_of(layers, num_layers)) is None:
-        problems.append(f"{keys} give experts to layers that are no row of every so manieth layer up to the last.")
+        problems.append(f"{keys} put experts into layers that are not every n-th one up to the last; read are such.")
         return {}
     first, step = found
     return {"first_dense_layers": first, "expert_layer_step": step if first + step < num_layers else 1}

@@ -156,6 +156,7 @@ FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {
     "ministral": _mistral,
     "ministral3": _ministral3,
     "mistral3": _with_a_tower,
+    "gemma3": _with_a_tower,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "phi3": _phi3,

@@ -323,7 +323,7 @@ class ModelSpec(Bounded, section="model", problem_type=ModelError):
         "layers before the first with experts", default=0, minimum=0, bound=LAYERS, read_by="core.model.model"
     )
     expert_layer_step: int = option(
-        "every so manieth layer from `first_dense_layers` on has experts",
+        "every n-th layer from `first_dense_layers` on has experts",
         default=1,
         minimum=1,
         bound=LAYERS,

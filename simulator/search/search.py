@@ -131,7 +131,7 @@ class _Hunt:
                 return True
             if entry is None or not isinstance(entry, Family | Plan):
                 return False
-            least = entry.least_bytes if isinstance(entry, Family) else self._floors[_kin(entry)].bytes_of(entry)
+            least = entry.least_bytes if isinstance(entry, Family) else self._floors[_sharing(entry)].bytes_of(entry)
             things = num_axes(entry.plan) if isinstance(entry, Family) else complexity(entry)[0]
             return any(
                 step_s <= bound_s and report["peak_memory_bytes"] <= least and complexity(plan)[0] <= things
@@ -163,7 +163,7 @@ class _Hunt:
             if isinstance(entry, Family):
                 for same_cut in cuts(entry):
                     for plan in (plan for cut in same_cut for plan in variants(cut)):
-                        least = self._floors[_kin(plan)].bytes_of(plan)
+                        least = self._floors[_sharing(plan)].bytes_of(plan)
                         heapq.heappush(queue, (least, next(place), plan, False))
             elif is_exact:
                 found.append((num_bytes, entry))
@@ -185,7 +185,7 @@ class _Hunt:
         with None of all that have no lower bound. Yields after every step of the search."""
         queue, place, tally = self._queue, self._place, self.tally
         for family in self._possible():
-            pricing = Pricing(family.plan, shared=self._shared[_kin(family.plan)])
+            pricing = Pricing(family.plan, shared=self._shared[_sharing(family.plan)])
             queue.append((family_bound_s(family, pricing), next(place), family))
         heapq.heapify(queue)
         while queue:
@@ -197,10 +197,10 @@ class _Hunt:
             if lost(bound_s, entry):
                 tally.reject("beaten", _num_plans(entry))
             elif isinstance(entry, Family):
-                for cheap_s, cut in _bounded(entry, self._shared[_kin(entry.plan)]):
+                for cheap_s, cut in _bounded(entry, self._shared[_sharing(entry.plan)]):
                     heapq.heappush(queue, (max(bound_s, cheap_s), next(place), cut))
             elif isinstance(entry, Cut):
-                for sharp_s, plan in _sharpened(entry, self._shared[_kin(entry.plan)]):
+                for sharp_s, plan in _sharpened(entry, self._shared[_sharing(entry.plan)]):
                     heapq.heappush(queue, (max(bound_s, sharp_s), next(place), plan))
             elif (reason := self._misfit(entry)) is not None:
                 tally.reject(reason)
@@ -221,7 +221,7 @@ class _Hunt:
         for space in self._spaces:
             for family in families(space, self.tally, self.question.part):
                 usable = self._usable_bytes(family.plan)  # goes by the degrees alone
-                floors = self._floors[_kin(family.plan)]
+                floors = self._floors[_sharing(family.plan)]
                 if (left := fitting(family, floors, usable, self.tally)) is not None:
                     yield left
 
@@ -239,8 +239,8 @@ class _Hunt:
         return "out-of-memory" if heaviest.peak_bytes > self._usable_bytes(plan) else None
 
 
-def _kin(plan: Plan) -> object:
-    """Equal for plans of the same free keys, which have prices and bytes in common: all where none is freed."""
+def _sharing(plan: Plan) -> object:
+    """Equal for plans that share prices and bytes: those of the same free keys, so all where none is freed."""
     return plan.precision, plan.runtime, plan.data_parallel, plan.layout.order
 
 

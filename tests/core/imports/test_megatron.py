@@ -203,7 +203,7 @@ BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 51
             "--moe-layer-freq [0,1,1,0,1,1,0,1] --num-experts 4",
             "refused",
             "model.expert_layer_step",
-            "every so manieth",
+            "every n-th layer",
         ),
         ("--moe-layer-freq 2 --num-experts 4", "mapped", "model.first_dense_layers, model.expert_layer_step", ""),
         ("--apply-layernorm-1p", "mapped", "model.norm_offset", ""),

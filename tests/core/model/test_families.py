@@ -58,7 +58,7 @@ def read(family: str, **more) -> ModelSpec:
         ({"first_dense_layers": 5, "expert_layer_step": 3}, [5]),
     ],
 )
-def test_every_so_manieth_layer_has_experts_and_those_of_multi_token_prediction_are_as_the_last(fields, layers):
+def test_every_nth_layer_has_experts_and_those_of_multi_token_prediction_are_as_the_last(fields, layers):
     model = replace(LLAMA, **EXPERTS, **fields, num_mtp_layers=1)
     assert [layer for layer in range(6) if model.layer_is_moe(layer)] == layers
     assert (model.num_moe_layers, model.layer_is_moe(6)) == (len(layers), 5 in layers)

@@ -357,7 +357,7 @@ def test_a_published_config_with_experts_or_biases_reads_as_its_preset(config, n
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({**QWEN3_MOE, "mlp_only_layers": [0, 5]}, "decoder_sparse_step and mlp_only_layers give experts to layers"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0, 5]}, "decoder_sparse_step and mlp_only_layers put experts into layers"),
         ({**DEEPSEEK, "attention_bias": True}, "attention_bias=true"),
         ({**DEEPSEEK, "scoring_func": "softmax"}, "scoring_func='softmax' is not understood in deepseek_v3"),
         (
@@ -538,6 +538,7 @@ def test_layers_that_differ_are_read_as_the_shortest_pattern(config, fields):
             "llama_4_scaling_beta=0.1",
         ),
         ({"model_type": "mistral3", "text_config": {}}, "vision_config"),
+        ({"model_type": "gemma3", "text_config": {}}, "vision_config"),
     ],
 )
 def test_what_a_plan_does_not_have_is_refused_by_the_key_that_asks_for_it(config, expected):
