@@ -105,8 +105,8 @@ class Peer:
 
     def batch(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets of samples [lo, hi) of a global batch."""
-        plan = self.plan
-        return self.corpus.batch(step, lo, hi, plan.batch.sequence, plan.train.seed, plan.batch.global_size)
+        plan, before = self.plan, step * self.plan.batch.global_size
+        return self.corpus.batch(before + lo, before + hi, plan.batch.sequence, plan.train.seed)
 
 
 class DataPeer(Peer):

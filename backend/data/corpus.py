@@ -53,38 +53,27 @@ class Corpus:
         train, validation = _split(documents_of(data))
         return cls(data, _frozen(b"".join(train)), _frozen(b"".join(validation)), _starts(train), _starts(validation))
 
-    def batch(
-        self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int
-    ) -> tuple[Tensor, Tensor]:
+    def batch(self, first_sample: int, last_sample: int, sequence: int, seed: int) -> tuple[Tensor, Tensor]:
         """`(tokens, targets)`, each int64 [last_sample - first_sample, sequence]: samples `first_sample <=
-        i < last_sample` of a step.
+        i < last_sample`, counted over the whole run.
 
-        Sample i of step t is number `t * global_size + i` of the run. The text is cut into windows of `sequence`
+        The text is cut into windows of `sequence`
         tokens (targets are one token ahead); each pass over them is a permutation of its own. Raises `PlanError`
         when the text holds no window.
         """
-        return _windows(
-            self.train, self._chosen(step, first_sample, last_sample, sequence, seed, global_size), sequence
-        )
+        return _windows(self.train, self._chosen(first_sample, last_sample, sequence, seed), sequence)
 
-    def documents(
-        self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int
-    ) -> Tensor:
+    def documents(self, first_sample: int, last_sample: int, sequence: int, seed: int) -> Tensor:
         """For every token of `batch` the place in its sample at which its document begins: int64 [last_sample -
         first_sample, sequence]. A document that began before the sample begins at its first token."""
-        return _documents_of(
-            self.train_starts, self._chosen(step, first_sample, last_sample, sequence, seed, global_size), sequence
-        )
+        return _documents_of(self.train_starts, self._chosen(first_sample, last_sample, sequence, seed), sequence)
 
-    def padded(
-        self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int, fill: int
-    ) -> tuple[Tensor, Tensor]:
+    def padded(self, first_sample: int, last_sample: int, sequence: int, seed: int, fill: int) -> tuple[Tensor, Tensor]:
         """As `batch`, but every sample is a document: its first `sequence` tokens, or all of them and then `fill`,
         which is the target of what has none, too. Each pass over the documents is a permutation of its own; those of
         one token are left out."""
         documents = _document_bounds(self.train, self.train_starts, self.name)
-        numbers = range(step * global_size + first_sample, step * global_size + last_sample)
-        passes = (divmod(number, len(documents)) for number in numbers)
+        passes = (divmod(number, len(documents)) for number in range(first_sample, last_sample))
         return _padded(
             self.train,
             documents[[_permutation(len(documents), seed, epoch)[place] for epoch, place in passes]],
@@ -99,14 +88,10 @@ class Corpus:
             self.validation, documents[np.arange(first_sample, last_sample) % len(documents)], sequence, fill
         )
 
-    def _chosen(
-        self, step: int, first_sample: int, last_sample: int, sequence: int, seed: int, global_size: int
-    ) -> list[int]:
+    def _chosen(self, first_sample: int, last_sample: int, sequence: int, seed: int) -> list[int]:
         num_windows = self.num_windows(sequence)
-        if not 0 <= first_sample <= last_sample <= global_size:
-            raise ValueError(f"samples {first_sample} to {last_sample} are outside the global batch of {global_size}.")
         windows = []
-        for number in range(step * global_size + first_sample, step * global_size + last_sample):
+        for number in range(first_sample, last_sample):
             epoch, position = divmod(number, num_windows)
             windows.append(int(_permutation(num_windows, seed, epoch)[position]))
         return windows

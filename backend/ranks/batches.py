@@ -41,10 +41,10 @@ class Batches:
 
     def training(self, step: int, loss_scale: float) -> list[Microbatch]:
         """The microbatches of the global batch `step`, whose losses are multiplied by `loss_scale`."""
-        plan = self._plan
+        plan, before = self._plan, step * self._plan.batch.global_size
 
         def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
-            samples = step, lo, hi, plan.batch.sequence, plan.train.seed, plan.batch.global_size
+            samples = before + lo, before + hi, plan.batch.sequence, plan.train.seed
             if plan.train.padded:
                 return corpus.padded(*samples, ignored_target(plan.train))
             return (*corpus.batch(*samples), *([corpus.documents(*samples)] if plan.train.packed else []))

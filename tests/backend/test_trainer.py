@@ -266,7 +266,7 @@ def test_three_steps_agree_with_plain_torch_within_2e_5(mode, workers):
     for step in range(plan.train.steps):
         size = plan.batch.global_size
         optimizer.zero_grad()
-        loss = plain(*corpus.batch(step, 0, size, plan.batch.sequence, plan.train.seed, size))
+        loss = plain(*corpus.batch(step * size, (step + 1) * size, plan.batch.sequence, plan.train.seed))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), plan.optimizer.clip_grad_norm)
         optimizer.step()

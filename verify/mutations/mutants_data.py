@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...backend.data import corpus as data
-from ...backend.data.corpus import Corpus
 from ...backend.launching.launch import private_folder
 from ...backend.ranks.batches import Batches
 from ...core.plan.plan import Plan
@@ -44,12 +43,12 @@ def reads_the_same_samples(patches: Patches) -> None:
     """The sampler does not get the rank: all read the samples of the first."""
 
     def make(batch: Function) -> Function:
-        def first(corpus: Corpus, step: int, first_sample: int, last_sample: int, *rest: object) -> object:
-            return batch(corpus, step, 0, last_sample - first_sample, *rest)
+        def first(batches: Batches, read: Function) -> object:
+            return batch(batches, lambda corpus, lo, hi: read(corpus, 0, hi - lo))
 
         return first
 
-    patches.replace(Corpus, "batch", make)
+    patches.replace(Batches, "_batch", make)
 
 
 def forgets_the_epoch(patches: Patches) -> None:

@@ -227,7 +227,7 @@ def step_of(tmp_path_factory):
 def text_of(plan: Plan) -> tuple[Tensor, Tensor, Places]:
     """Tokens, targets and places of the first step. A token sees those before it from the first
     one of its document on."""
-    corpus, samples = Corpus.load(plan.train.data), (0, 0, SAMPLES, SEQUENCE, plan.train.seed, SAMPLES)
+    corpus, samples = Corpus.load(plan.train.data), (0, SAMPLES, SEQUENCE, plan.train.seed)
     begins = corpus.documents(*samples) if plan.train.packed else torch.zeros(SAMPLES, SEQUENCE, dtype=torch.int64)
     place = torch.arange(SEQUENCE)
     seen = (place[None, None] <= place[None, :, None]) & (place[None, None] >= begins[..., None])

@@ -419,7 +419,7 @@ def written(tmp_path_factory):
 
 def text_of(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets of the first step."""
-    return Corpus.load(plan.train.data).batch(0, 0, SAMPLES, SEQUENCE, plan.train.seed, SAMPLES)
+    return Corpus.load(plan.train.data).batch(0, SAMPLES, SEQUENCE, plan.train.seed)
 
 
 class Gradients:

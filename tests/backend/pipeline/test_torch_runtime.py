@@ -194,7 +194,7 @@ def run_in_torch(rank: TrainingRank, modules: Mapping[int, nn.Module], path: str
     """The first step of the plan on torch's runtime; the loss of every microbatch where the last stage
     is, nothing elsewhere."""
     size, num_stages = rank.plan.batch.global_size, len(rank.plan.stages)
-    tokens, targets = rank.batches.corpus.batch(0, 0, size, SEQUENCE, rank.plan.train.seed, size)
+    tokens, targets = rank.batches.corpus.batch(0, size, SEQUENCE, rank.plan.train.seed)
     stages = []
     for number, module in modules.items():
         taken = tokens[:1] if number == 0 else torch.zeros(1, SEQUENCE, HIDDEN, requires_grad=True)

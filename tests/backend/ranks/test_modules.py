@@ -112,7 +112,7 @@ def test_modules_that_are_not_cut_are_the_models_called_one_after_the_other() ->
         numerics[part.name] = make_numerics(part, global_rank=part.first_rank)
         group = SoloGroup("tp", part.first_rank, recorder)
         stages[part.name] = Stage(part, part.stages[0], tp=group, numerics=numerics[part.name], recorder=recorder)
-    tokens, targets = Corpus.load(plan.train.data).batch(0, 0, 3, plan.batch.sequence, plan.train.seed, 3)
+    tokens, targets = Corpus.load(plan.train.data).batch(0, 3, plan.batch.sequence, plan.train.seed)
     losses = []
     for sample in range(3):
         rows = slice(sample, sample + 1)
