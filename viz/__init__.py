@@ -1,4 +1,4 @@
-"""Timelines as text, SVG, PNG and traces. Draws what it is given and computes nothing.
+"""Timelines as text, SVG, PNG, pages and traces. Draws what it is given and computes nothing.
 
 `draw` is bound here, after its module has been loaded: it is also the name of the module, and what is bound last stays.
 """

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core.base.errors import PlanError, TimelineError
 from ..core.base.files import write_text
+from ..core.base.findings import Finding
 from ..core.base.graphml import graphml
 from ..core.base.terminal import say, width_of
 from ..core.commands.commands import Command, service
@@ -20,11 +21,12 @@ from ..core.commands.options import (
     read_any_plan,
     read_durations,
 )
-from ..core.schedule.schedule import read_csv
+from ..core.schedule.schedule import Schedule, read_csv
 from ..core.schedule.timeline import Timeline
-from .axis import TimeUnit
 from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
-from .lanes import compare_lanes
+from .page.content import Extra
+from .scene.axis import TimeUnit
+from .scene.lanes import compare_lanes
 
 GRAPH_SUFFIX = ".graphml"
 
@@ -76,12 +78,12 @@ def run(args: argparse.Namespace) -> int:
     output = None if args.output in (None, "-") else args.output
     if output is not None and output.endswith(GRAPH_SUFFIX):
         return _write_graph(args, output)
-    if output is not None:
-        kind_of(output)  # a wrong suffix is reported before the simulation
-    timeline, time_unit = _read(args)
-    other = None
+    on_page = output is not None and kind_of(output) == ".html"
+    timeline, time_unit, extra = _read(args, on_page=on_page)
+    other, extras = None, [extra]
     if args.compare is not None:
-        other, other_unit = _read(_only_plan(args.compare))
+        other, other_unit, other_extra = _read(_only_plan(args.compare), on_page=on_page)
+        extras.append(other_extra)
         if other_unit != time_unit:
             raise TimelineError(
                 f"--compare {args.compare}: a schedule CSV has unit costs and no seconds, so it compares only with "
@@ -102,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
             by=args.by,
             time_unit=time_unit,
             color=color,
+            extras=extras,
         )
         if output is None:
             print(drawn, end="")
@@ -157,8 +160,8 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _read(args: argparse.Namespace) -> tuple[Timeline, TimeUnit]:
-    """The timeline that PLAN and the options mean, and whether its times are seconds."""
+def _read(args: argparse.Namespace, *, on_page: bool) -> tuple[Timeline, TimeUnit, Extra]:
+    """The timeline that PLAN and the options mean, whether its times are seconds, and what a page says besides."""
     name = args.plan or ""
     if name.endswith((".csv", ".json", ".json.gz")):
         given = [value.origin for table in option_values(args).values() for value in table.values()]
@@ -167,10 +170,18 @@ def _read(args: argparse.Namespace) -> tuple[Timeline, TimeUnit]:
             raise PlanError(
                 f"{', '.join(given)}: plan options have no effect on {name}. Give a plan.toml, or leave them out."
             )
-        if name.endswith(".csv"):
-            return service("run_schedule")(read_csv(name)), "unit"
-        return Timeline.load(name), "s"
-    return service("simulate")(read_any_plan(args), durations=read_durations(args)).timeline, "s"
+        if not name.endswith(".csv"):
+            return Timeline.load(name), "s", Extra()
+        schedule = read_csv(name)
+        return service("run_schedule")(schedule), "unit", Extra(findings=_findings(schedule) if on_page else ())
+    simulation = service("simulate")(read_any_plan(args), durations=read_durations(args))
+    found = _findings(simulation.run.graph.schedule) if on_page else ()
+    return simulation.timeline, "s", Extra(simulation.report["capacity_bytes"], found)
+
+
+def _findings(schedule: Schedule) -> tuple[Finding, ...]:
+    """What the static rules find in a schedule."""
+    return tuple(service("check")(schedule))
 
 
 def _only_plan(name: str) -> argparse.Namespace:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.base.errors import UnknownNameError
 from ..core.base.files import write_bytes
 from ..core.schedule.timeline import Timeline
-from .axis import TimeUnit
-from .panels import Scene
+from .page.content import Extra
 from .picture import fitting_width, lay_out, plot_width
-from .scene import By, Resolution, Scale, build_scene
+from .scene.axis import TimeUnit
+from .scene.panels import Scene
+from .scene.scene import By, Resolution, Scale, build_scene
 from .svg import to_svg
 from .text import MARGIN, to_text
 from .trace import to_trace
 
-SUFFIXES = (".txt", ".svg", ".png", ".json", ".json.gz", ".timeline.json", ".timeline.json.gz")
-"""Text, pictures, Chrome trace, recorded timeline."""
+SUFFIXES = (".txt", ".svg", ".png", ".html", ".json", ".json.gz", ".timeline.json", ".timeline.json.gz")
+"""Text, pictures, a page to zoom in, Chrome trace, recorded timeline."""
 
 TEXT_WIDTH = 100
 
@@ -33,6 +35,7 @@ def draw(
     by: By = "lane",
     time_unit: TimeUnit = "s",
     color: bool = False,
+    extras: Sequence[Extra] = (),
 ) -> str:
     """Text of the Gantt chart, or with `path` the path of the file written.
 
@@ -40,7 +43,8 @@ def draw(
     per pixel). `compare` is drawn below on the same time scale, unless `scale` says `own`, or is `auto` and the
     makespans differ by more than a factor of three; a prediction and a measurement of the same actions lane by lane,
     unless `by` says `timeline`. With `time_unit="unit"` times have no unit of seconds. `color` uses 256 terminal
-    colours. Raises `UnknownNameError` for another suffix, `TimelineError` when there is nothing to draw.
+    colours. A page has everything of the timelines, and their `extras`, whatever the other options say. Raises
+    `UnknownNameError` for another suffix, `TimelineError` when there is nothing to draw.
     """
     if path is None:
         return _text(
@@ -53,6 +57,10 @@ def draw(
     if suffix.startswith(".json"):
         data = to_trace([timeline] if compare is None else [timeline, compare]).encode()
         data = gzip.compress(data, mtime=0) if suffix.endswith(".gz") else data
+    elif suffix == ".html":
+        from .page.html import to_html
+
+        data = to_html([timeline] if compare is None else [timeline, compare], extras, time_unit).encode()
     elif suffix == ".txt":
         data = _text(
             timeline, memory=memory, width=width, compare=compare, scale=scale, by=by, time_unit=time_unit, color=False

@@ -6,8 +6,8 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
-from . import palette
 from .picture import Line, Picture, Rect, Text
+from .scene import palette
 
 FONT = "DejaVu Sans"  # comes with matplotlib, so the same everywhere
 POINTS_PER_PIXEL = 0.72  # at 100 layout pixels per inch

@@ -15,10 +15,10 @@ import numpy as np
 from ..core.base.units import format_bytes
 from ..core.schedule.action import Kind
 from ..core.schedule.timeline import Timeline
-from . import palette
-from .axis import format_time
-from .memory import MemoryPlot
-from .panels import Box, LegendEntry, Panel, Row, Scene, Track
+from .scene import palette
+from .scene.axis import format_time
+from .scene.memory import MemoryPlot
+from .scene.panels import Box, LegendEntry, Panel, Row, Scene, Track
 
 LEFT = 84.0
 RIGHT = 112.0

@@ -15,10 +15,10 @@ from ..core.base.terminal import fitted
 from ..core.base.units import format_bytes
 from ..core.schedule.action import COMPUTE, Kind
 from ..core.schedule.timeline import COMPUTE_LANE
-from . import palette
-from .axis import Axis
-from .memory import MemoryCurve
-from .panels import Box, Panel, Row, Scene, Track
+from .scene import palette
+from .scene.axis import Axis
+from .scene.memory import MemoryCurve
+from .scene.panels import Box, Panel, Row, Scene, Track
 
 MARGIN = 18
 """Characters that names and numbers next to the plot take at least."""

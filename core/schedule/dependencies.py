@@ -33,7 +33,7 @@ def dependency_graph(rows: Sequence[Sequence[Action]], placement: Placement) -> 
     """
     import networkx
 
-    found = _Places(rows)
+    found = _Places(rows, placement.num_stages)
     graph: networkx.DiGraph = networkx.DiGraph()
     for place, action in found.all():
         number = -1 if action.microbatch is None else action.microbatch
@@ -41,13 +41,10 @@ def dependency_graph(rows: Sequence[Sequence[Action]], placement: Placement) -> 
         graph.add_node(
             place, action=str(action), kind=action.kind.name, stage=action.stage, microbatch=number, lane=lane
         )
+    for place, source, why in found.all_waits():
+        if not graph.has_edge(source, place):
+            graph.add_edge(source, place, why=why)
     for rank, row in enumerate(rows):
-        before: Before = {}
-        for at, action in enumerate(row):
-            for source, why in found.waits((rank, at), action, placement, before):
-                if not graph.has_edge(source, (rank, at)):
-                    graph.add_edge(source, (rank, at), why=why)
-            before |= _as_before((rank, at), action)
         lanes: dict[str, list[Place]] = {}
         for at in range(len(row)):
             lanes.setdefault(graph.nodes[rank, at]["lane"], []).append((rank, at))
@@ -58,6 +55,11 @@ def dependency_graph(rows: Sequence[Sequence[Action]], placement: Placement) -> 
             for other in found.reductions(action.stage):
                 graph.add_edges_from(((source, place) for source in [*graph.predecessors(other)]), why="gradients")
     return graph
+
+
+def waits(rows: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tuple[Place, Place, Why]]:
+    """What waits, for what, and why, of every action of the ranks' lists; but for their order within their lanes."""
+    return _Places(rows, num_stages).all_waits()
 
 
 def circle_of(graph: networkx.DiGraph) -> list[Place]:
@@ -73,8 +75,8 @@ def circle_of(graph: networkx.DiGraph) -> list[Place]:
 class _Places:
     """Where actions lie."""
 
-    def __init__(self, rows: Sequence[Sequence[Action]]):
-        self.rows = rows
+    def __init__(self, rows: Sequence[Sequence[Action]], num_stages: int):
+        self.rows, self._num_stages = rows, num_stages
         self.at: dict[tuple[Kind, int, int | None], Place] = {}
         self._reductions: dict[int, list[Place]] = {}
         for place, action in self.all():
@@ -112,10 +114,18 @@ class _Places:
                 return self.at.get((send, action.stage - step, action.microbatch))
         return None
 
-    def waits(self, place: Place, action: Action, placement: Placement, before: Before) -> Iterator[tuple[Place, Why]]:
+    def all_waits(self) -> Iterator[tuple[Place, Place, Why]]:
+        """What waits, for what besides its lane, and why."""
+        for rank, row in enumerate(self.rows):
+            before: Before = {}
+            for at, action in enumerate(row):
+                yield from (((rank, at), source, why) for source, why in self._waits((rank, at), action, before))
+                before |= _as_before((rank, at), action)
+
+    def _waits(self, place: Place, action: Action, before: Before) -> Iterator[tuple[Place, Why]]:
         """What an action waits for besides its lane, `before` it on its rank and elsewhere."""
         for part in action.parts:
-            yield from self._inputs(place, part, placement, alone=len(action.parts) == 1)
+            yield from self._inputs(place, part, alone=len(action.parts) == 1)
             if part.kind in COMPUTE:
                 yield from _found(before.get(("weights", part.stage)), "weights")
         match action.kind:
@@ -128,13 +138,13 @@ class _Places:
             case Kind.STEP:
                 yield from _found(before.get(("dp", None)), "gradients")
 
-    def _inputs(self, place: Place, part: Action, placement: Placement, *, alone: bool) -> Iterator[tuple[Place, Why]]:
+    def _inputs(self, place: Place, part: Action, *, alone: bool) -> Iterator[tuple[Place, Why]]:
         stage, microbatch = part.stage, part.microbatch
         match part.kind:
             case Kind.F if stage > 0:
                 yield from self._input(place, (Kind.RECV_F, stage, microbatch), (Kind.F, stage - 1, microbatch))
             case Kind.B | Kind.I:
-                if stage < placement.num_stages - 1:
+                if stage < self._num_stages - 1:
                     yield from self._input(place, (Kind.RECV_B, stage, microbatch), (Kind.B, stage + 1, microbatch))
                 if alone:  # that of an overlapped pair is long done: its lane says so
                     yield from _found(self.at.get((Kind.F, stage, microbatch)), "forward")

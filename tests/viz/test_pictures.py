@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from shardproof import draw
-from shardproof.viz.palette import CURVES, FILLS, IDLE, fill, text_on
 from shardproof.viz.picture import LEFT, Line, Rect, Text, lay_out, plot_width, text_width
-from shardproof.viz.scene import Resolution, build_scene
+from shardproof.viz.scene.palette import CURVES, FILLS, IDLE, fill, text_on
+from shardproof.viz.scene.scene import Resolution, build_scene
 
 SVG = "{http://www.w3.org/2000/svg}"
 

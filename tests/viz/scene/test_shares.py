@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.viz.shares import Column, bucket_shares, stack
+from shardproof.viz.scene.shares import Column, bucket_shares, stack
 
 
 def test_a_span_over_one_and_a_half_buckets():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.schedule.timeline import Timeline
+from ...core.schedule.timeline import Timeline
 from .axis import Axis, bytes_axis
 
 MAX_CURVES = 8

@@ -7,7 +7,7 @@ messages take the hue of what they carry, receives paler than sends.
 
 from __future__ import annotations
 
-from ..core.schedule.action import Kind
+from ...core.schedule.action import Kind
 
 INK = "#1f2933"
 MUTED = "#66727f"
@@ -69,6 +69,18 @@ NAMES = {
 
 CURVES = ("#30246b", "#5b2f86", "#86398f", "#ad4688", "#cf5a78", "#e77a63", "#f29d55", "#e9bd4f")
 """Memory curves, first to last rank: one ramp, because ranks are ordered."""
+
+CAUSES = {
+    "warm-up": ("#dfe4e8", "#333b43"),
+    "waiting": ("#f4d9bd", "#5c432b"),
+    "message": ("#c4d9f0", "#2c4561"),
+    "dp-sync": ("#dccbea", "#463358"),
+    "norm": ("#ece2f5", "#382c46"),
+    "replicas": ("#eee6c2", "#4b4526"),
+    "end": ("#dfe4e8", "#333b43"),
+}
+"""Idle time by its cause (`core.schedule.waits.Cause`), on paper and on a dark ground: pale, because what runs is what
+one looks at first."""
 
 
 def fill(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:

@@ -9,9 +9,9 @@ import pytest
 from shardproof.core.schedule.action import Action
 from shardproof.core.schedule.timeline import MemorySample, Span, Timeline
 from shardproof.viz.draw import draw
-from shardproof.viz.lanes import compare_lanes
 from shardproof.viz.picture import LEFT, Rect, Text, lay_out, plot_width
-from shardproof.viz.scene import Resolution, build_scene
+from shardproof.viz.scene.lanes import compare_lanes
+from shardproof.viz.scene.scene import Resolution, build_scene
 
 PAPER = Resolution(900)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardproof.viz.axis import bytes_axis, format_time, time_axis
+from shardproof.viz.scene.axis import bytes_axis, format_time, time_axis
 
 
 def labels(axis):

@@ -15,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from ..core.base.errors import TimelineError
-from ..core.schedule.action import COMPUTE, Kind
-from ..core.schedule.timeline import COMPUTE_LANE, Spans, Timeline
+from ...core.base.errors import TimelineError
+from ...core.schedule.action import COMPUTE, Kind
+from ...core.schedule.timeline import COMPUTE_LANE, Spans, Timeline
 from .axis import Axis, TimeUnit, format_time, time_axis
-from .lanes import compare_lanes, order_note, side_by_side
+from .lanes import chunks_of, compare_lanes, order_note, role_of, side_by_side, sorted_lanes
 from .memory import memory_plot
 from .palette import NAMES
 from .panels import Box, LegendEntry, Panel, Role, Row, Scene, Track
@@ -119,7 +119,7 @@ def _panel(timeline: Timeline, axis: Axis, resolution: Resolution, time_unit: Ti
     hidden = resolution.hidden_roles(len(groups), is_dense)
     as_shares = is_dense or len(groups) < len(timeline.global_ranks)
     notes = [f"share of each kind per {format_time(bucket_s, time_unit)}, idle time on top"] if as_shares else []
-    if any(_role(lane) in hidden for lanes in table.lanes.values() for lane in lanes):
+    if any(role_of(lane) in hidden for lanes in table.lanes.values() for lane in lanes):
         notes.append("messages not drawn" if "send" in hidden else "receives not drawn")
     fractions = {rank: timeline.bubble_fraction(rank) for rank in timeline.global_ranks}
     bubble_rank = max(fractions, key=lambda rank: (round(fractions[rank], 9), -rank))  # rounding errors break no tie
@@ -152,10 +152,7 @@ class _Table:
         for part in np.split(order, cuts):
             lane = spans.lanes[spans.lane[part[0]]]
             self.lanes.setdefault(int(spans.global_rank[part[0]]), {})[lane] = part
-        self.chunk = np.zeros(len(spans), dtype=np.int32)
-        self.pair_chunk = np.zeros(len(spans), dtype=np.int32)
-        for lanes in self.lanes.values():
-            self._number_chunks(lanes)
+        self.chunk, self.pair_chunk = chunks_of(timeline)
         durations = spans.end_s - spans.start_s
         on_lane = (
             spans.lane == spans.lanes.index(COMPUTE_LANE)
@@ -164,16 +161,6 @@ class _Table:
         )
         compute = durations[on_lane & np.isin(spans.actions.kind, [int(kind) for kind in COMPUTE])]
         self.median_compute_s = float(np.median(compute)) if len(compute) else float(durations.max())
-
-    def _number_chunks(self, lanes: dict[str, np.ndarray]) -> None:
-        """Stages of one rank in ascending order are its chunks 0, 1, ..."""
-        actions = self.spans.actions
-        compute = lanes.get(COMPUTE_LANE, np.zeros(0, dtype=np.int64))
-        stages = np.unique(np.concatenate([actions.stage[compute], actions.pair_stage[compute]]))
-        stages = stages[stages >= 0]
-        for part in lanes.values():
-            self.chunk[part] = np.searchsorted(stages, actions.stage[part])
-            self.pair_chunk[part] = np.maximum(np.searchsorted(stages, actions.pair_stage[part]), 0)
 
 
 def _row(
@@ -189,8 +176,8 @@ def _row(
         table, COMPUTE_LANE, lanes.get(COMPUTE_LANE, np.zeros(0, dtype=np.int64)), timeline.makespan_s
     )
     tracks = [replace(compute, idle_fraction=idle)]
-    for lane in sorted(lanes, key=_lane_order):
-        if lane != COMPUTE_LANE and _role(lane) not in hidden:
+    for lane in sorted_lanes(lanes):
+        if lane != COMPUTE_LANE and role_of(lane) not in hidden:
             track = _action_track(table, lane, lanes[lane], timeline.makespan_s)
             tracks += [track] if track.boxes else []
     return Row(name, group, tuple(tracks))
@@ -216,7 +203,7 @@ def _action_track(table: _Table, lane: str, part: np.ndarray, makespan_s: float)
             boxes.append(
                 Box(start_s, end_s, each.kind, chunk, _label(each.kind, each.microbatch), str(action), low, high)
             )
-    return Track(lane, _role(lane), tuple(boxes), makespan_s)
+    return Track(lane, role_of(lane), tuple(boxes), makespan_s)
 
 
 def _share_track(table: _Table, group: Sequence[int], makespan_s: float, bucket_s: float, idle: float) -> Track:
@@ -280,19 +267,6 @@ def _only(timeline: Timeline, ranks: set[int]) -> Timeline:
     return replace(
         timeline, spans=chosen, memory=tuple(sample for sample in timeline.memory if sample.global_rank in ranks)
     )
-
-
-def _role(lane: str) -> Role:
-    if lane == COMPUTE_LANE:
-        return "compute"
-    return {"F>": "send", "B>": "send", "F<": "receive", "B<": "receive"}.get(lane[:2], "collective")  # type: ignore[return-value]
-
-
-def _lane_order(lane: str) -> tuple[int, bool, bool, int, str]:
-    """Forward before backward, receives before sends, then by peer; collectives last."""
-    if _role(lane) == "collective":
-        return 1, False, False, 0, lane
-    return 0, lane[0] == "B", lane[1] == ">", int(lane[2:]) if lane[2:].isdigit() else 0, lane
 
 
 def _label(kind: Kind, microbatch: int | None) -> str:

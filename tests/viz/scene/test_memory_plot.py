@@ -3,7 +3,7 @@
 import pytest
 
 from shardproof.core.schedule.timeline import MemorySample
-from shardproof.viz.memory import memory_plot
+from shardproof.viz.scene.memory import memory_plot
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 
 from shardproof.core.base.errors import TimelineError
 from shardproof.core.schedule.action import Kind
-from shardproof.viz.panels import Box, LegendEntry
-from shardproof.viz.scene import Resolution, build_scene
+from shardproof.viz.scene.panels import Box, LegendEntry
+from shardproof.viz.scene.scene import Resolution, build_scene
 
 GIB = 2**30
 PAPER = Resolution(1000)

@@ -3,14 +3,14 @@ and one above the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..core.schedule.timeline import COMPUTE_LANE, Timeline, holds_parts
-from .panels import Panel, Row, Track
+from ...core.schedule.timeline import COMPUTE_LANE, Timeline, holds_parts
+from .panels import Panel, Role, Row, Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +89,42 @@ def _interleaved(first: Row, second: Row, sources: tuple[str, str]) -> Row:
     names = dict.fromkeys(name for table in tables for name in table)
     tracks: list[Track] = [table[name] for name in names for table in tables if name in table]
     return replace(first, tracks=tuple(tracks))
+
+
+def role_of(lane: str) -> Role:
+    """What a lane is for.
+
+    >>> role_of("compute"), role_of("F>1"), role_of("B<0"), role_of("dp")
+    ('compute', 'send', 'receive', 'collective')
+    """
+    if lane == COMPUTE_LANE:
+        return "compute"
+    return {"F>": "send", "B>": "send", "F<": "receive", "B<": "receive"}.get(lane[:2], "collective")  # type: ignore[return-value]
+
+
+def sorted_lanes(lanes: Iterable[str]) -> list[str]:
+    """Compute first, then messages: forward before backward, receives before sends, by peer; collectives last."""
+    return sorted(lanes, key=_lane_order)
+
+
+def _lane_order(lane: str) -> tuple[int, bool, bool, int, str]:
+    if lane == COMPUTE_LANE:
+        return -1, False, False, 0, lane
+    if role_of(lane) == "collective":
+        return 1, False, False, 0, lane
+    return 0, lane[0] == "B", lane[1] == ">", int(lane[2:]) if lane[2:].isdigit() else 0, lane
+
+
+def chunks_of(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    """The chunk of every span, and that of the backward of a pair: stages of one rank in ascending order are its chunks
+    0, 1, ..."""
+    spans, actions = timeline.spans, timeline.spans.actions
+    chunk, pair_chunk = np.zeros(len(spans), dtype=np.int32), np.zeros(len(spans), dtype=np.int32)
+    computes = spans.lane == (spans.lanes.index(COMPUTE_LANE) if COMPUTE_LANE in spans.lanes else -1)
+    for rank in timeline.global_ranks:
+        own = spans.global_rank == rank
+        stages = np.unique(np.concatenate([actions.stage[own & computes], actions.pair_stage[own & computes]]))
+        stages = stages[stages >= 0]
+        chunk[own] = np.searchsorted(stages, actions.stage[own])
+        pair_chunk[own] = np.maximum(np.searchsorted(stages, actions.pair_stage[own]), 0)
+    return chunk, pair_chunk

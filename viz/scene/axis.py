@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.base.units import format_s
+from ...core.base.units import format_s
 
 TimeUnit = Literal["s", "unit"]
 """`unit`: durations are relative, as in a schedule drawn with unit costs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.schedule.action import Kind
+from ...core.schedule.action import Kind
 from .axis import Axis, TimeUnit
 from .memory import MemoryPlot
 

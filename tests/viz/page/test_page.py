@@ -1,0 +1,236 @@
+"""The page in a real browser: what a user points at, presses and reads."""
+
+import io
+import json
+from dataclasses import replace
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from helpers.chromium import PROGRAM, Chromium
+from helpers.plans import plan
+from shardproof import build, draw, lower, run_schedule, simulate
+from shardproof.core.base.findings import Finding
+from shardproof.core.schedule.action import Kind
+from shardproof.core.schedule.timeline import Timeline
+from shardproof.simulator.engine.critical_path import critical_path
+from shardproof.viz.page.content import Extra
+from shardproof.viz.scene import palette
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
+
+AWKWARD = """</script><script>document.title = "broken"</script> "quoted" & 'so' <b>"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    browser = Chromium()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A predicted step of three ranks, with messages, reductions and memory."""
+    return simulate(plan(pp=3, dp=2, microbatches=6))
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens a page of timelines, and looks at the end that no script complained and nothing was asked of a network."""
+    browser.errors.clear()
+    browser.requests.clear()
+
+    def opens(*timelines, view="", **options):
+        path = tmp_path / "page.html"
+        draw(timelines[0], path, compare=timelines[1] if len(timelines) > 1 else None, **options)
+        browser.open(path, view)
+        return browser
+
+    yield opens
+    assert browser.errors == []
+    assert {address.partition(":")[0] for address in browser.requests} <= {"file", "about"}
+
+
+def details(browser):
+    return browser.run("document.getElementById('details').textContent")
+
+
+TOKENS = """(entry, header) => (i) =>
+  `${entry.stage[i]}${header.kinds[entry.kind[i]]}${entry.microbatch[i] < 0 ? "" : entry.microbatch[i]}`"""
+
+MIDDLE = """((wanted, rank) => {
+  const entry = page.header.timelines[0], token = (TOKENS)(entry, page.header);
+  const box = document.getElementById("canvas").getBoundingClientRect();
+  for (const row of page.rows) {
+    if (row.entry !== entry || entry.ranks[row.rank] !== rank) continue;
+    for (const { track, y, height } of row.tracks) {
+      const span = track.ref.find((each) => each >= 0 && token(each) === wanted);
+      if (span === undefined) continue;
+      const x = page.painter.x((entry.start[span] + entry.end[span]) / 2);
+      return [box.left + x, box.top + 30 + y - page.view.scroll + height / 2];
+    }
+  }
+})""".replace("TOKENS", TOKENS)
+
+
+def middle_of(browser, action, rank=0):
+    """Where an action lies on the screen."""
+    found = browser.run(f"{MIDDLE}({json.dumps(action)}, {rank})")
+    assert found is not None, f"{action} is not on the page"
+    return found
+
+
+def test_pointing_at_an_action_says_what_it_is_and_a_click_what_it_waited_for(opened, step):
+    browser = opened(step.timeline)
+    x, y = middle_of(browser, "1B2", rank=2)
+    browser.mouse("mouseMoved", x, y)
+    browser.settle()
+    tip = browser.run("document.getElementById('tip').textContent")
+    assert tip.startswith("1B2: backward, ") and "on rank 2, lane compute" in tip and "waited last for" in tip
+    browser.click(x, y)
+    assert "1B2: backward" in details(browser) and "1RECV_B2 @2" in details(browser)
+    browser.press("[")
+    (chosen,) = browser.run("[page.view.chosen[1]]")
+    entry = browser.run(f"page.header.timelines[0].kind[{chosen}]")
+    assert entry in (int(Kind.RECV_B), int(Kind.F), int(Kind.B))
+    browser.press("Escape")
+    assert browser.run("page.view.chosen") is None
+
+
+def test_an_idle_time_says_its_cause(opened, step):
+    browser = opened(step.timeline)
+    words = browser.run(
+        "page.words(page.header.timelines[0], -1 - [...page.header.timelines[0].gap_cause].indexOf(1)).join('; ')"
+    )
+    assert words.startswith("idle for ") and ": waiting" in words and "; for " in words
+
+
+def test_the_critical_path_is_that_of_the_simulator(opened, step):
+    browser = opened(step.timeline)
+    browser.press("c")
+    tokens = f"page.header.timelines[0].critical.map(({TOKENS})(page.header.timelines[0], page.header))"
+    actions = step.run.graph.schedule.actions
+    theirs = [str(actions[segment.action]) for segment in critical_path(step.run, step.prices).segments]
+    # a message is a send and a receive here, and one segment there
+    mine = [token for token in browser.run(tokens) if "RECV" not in token]
+    assert mine == theirs and len(mine) > 10
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [("4F7", 0), ("1F2", 1), ("SEND_F", 12), ("rank 2", None), ("stage 1", None), ("mb 3", None), ("nothing", 0)],
+)
+def test_search_finds_tokens_kinds_ranks_stages_and_microbatches(opened, step, query, expected):
+    spans = step.timeline.spans
+    if query == "rank 2":
+        expected = int((spans.global_rank == 2).sum())
+    elif query == "stage 1":
+        expected = int((spans.actions.stage == 1).sum())
+    elif query == "mb 3":
+        expected = int((spans.actions.microbatch == 3).sum())
+    browser = opened(step.timeline)
+    browser.press("/")
+    browser.call("Input.insertText", text=query)
+    browser.settle()
+    assert browser.run("document.getElementById('count').textContent") == f"{expected} found"
+    browser.press("Enter")
+    assert (browser.run("page.view.chosen") is not None) == (expected > 0)
+
+
+def test_rows_fold_by_click_and_key_and_groups_leave_one_rank_of_a_stage(opened, full, make_timeline):
+    browser = opened(full)
+    tall = browser.run("page.rows.total")
+    browser.click(30, browser.run("document.getElementById('canvas').getBoundingClientRect().top") + 42)
+    assert browser.run("page.rows[0].folded") and browser.run("page.rows.total") < tall
+    browser.press("f")
+    browser.press("m")
+    assert browser.run("page.rows.every((row) => row.memory === null)")
+    replicas = make_timeline([(rank, "compute", "0F0", 0, 1 + rank) for rank in range(3)])
+    browser = opened(replicas)
+    browser.press("g")
+    assert browser.run("page.rows.map((row) => row.label[0])") == ["rank 0 +2"]
+
+
+def test_keys_move_and_zoom_and_the_address_keeps_the_view(opened, step):
+    browser = opened(step.timeline)
+    for key in ("w", "w", "ArrowRight", "e", "t", "Enter"):
+        browser.press(key)
+    state = "[page.view.lo, page.view.hi, page.view.shows.messages, page.view.theme, page.view.chosen]"
+    browser.run("page.remember()")
+    before, address = browser.run(state), browser.run("location.hash")
+    assert before[1] - before[0] < step.timeline.makespan_s and before[4] is not None
+    again = opened(step.timeline, view=address)
+    after = again.run(state)
+    assert after[:2] == pytest.approx(before[:2], rel=1e-6) and after[2:] == before[2:]
+    again.press("Home")
+    assert again.run("page.view.lo") == 0
+
+
+def test_an_address_that_says_nonsense_is_harmless(opened, step):
+    browser = opened(step.timeline, view="#t=5,1&at=7:99999&fold=x&theme=pink&q=%E0%A4%A&show=&y=-3")
+    assert browser.run("[page.view.lo, page.view.chosen, page.view.query, page.rows.length]") == [0, None, "", 3]
+
+
+def test_two_timelines_lie_rank_by_rank_and_an_action_knows_the_other(opened, full):
+    spans = full.spans
+    slower = Timeline(
+        type(spans)(spans.global_rank, spans.lane, spans.lanes, spans.actions, spans.start_s * 2, spans.end_s * 2),
+        "measured",
+        full.memory,
+        full.title,
+    )
+    browser = opened(full, slower)
+    labels = browser.run("page.rows.map((row) => row.label.join(' '))")
+    assert labels == ["rank 0 predicted", "rank 0 measured", "rank 1 predicted", "rank 1 measured"]
+    assert "in the same order" in browser.run("document.getElementById('notes').textContent")
+    words = browser.run("page.words(page.header.timelines[1], 0).join('; ')")
+    assert "predicted: 1 s from 0 s, here +100.0%" in words
+
+
+def test_a_dense_lane_shows_the_mean_colour_of_each_column_and_draws_no_more_than_it_has_pixels(opened):
+    timeline = run_schedule(lower(build("1F1B", pp=2, num_microbatches=6000)), send_s=0.0)
+    browser = opened(timeline, time_unit="unit", view="#show=&theme=light")
+    assert browser.run("page.painter.boxes") <= 2
+    box = browser.run("(({ left, top }) => [left, top])(document.getElementById('canvas').getBoundingClientRect())")
+    picture = matplotlib.image.imread(io.BytesIO(browser.screenshot()))[..., :3]
+    plot = browser.run("page.painter.plot")
+    y = int(box[1] + 30 + 12)
+    colours = {
+        kind: np.array([int(palette.fill(kind, 0, 1)[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+        for kind in (Kind.F, Kind.B)
+    }
+    rank0 = timeline.select(0)
+    for column in (300, 617, 900):
+        lo, hi = (timeline.makespan_s * each / plot for each in (column, column + 1))
+        mean = sum(
+            colours[span.action.kind] * max(0.0, min(span.end_s, hi) - max(span.start_s, lo))
+            for span in rank0
+            if span.action.kind in colours
+        ) / (hi - lo)
+        assert picture[y, int(132 + column)] == pytest.approx(mean, abs=0.03)
+
+
+def test_light_and_dark_have_their_own_ground(opened, step):
+    browser = opened(step.timeline, view="#theme=light")
+    light = matplotlib.image.imread(io.BytesIO(browser.screenshot()))[..., :3]
+    browser.press("t")
+    dark = matplotlib.image.imread(io.BytesIO(browser.screenshot()))[..., :3]
+    assert light.mean() > 0.7 and dark.mean() < 0.45
+
+
+def test_names_with_tags_and_quotes_are_only_text(opened, full):
+    finding = Finding(AWKWARD, "error", AWKWARD, AWKWARD, AWKWARD, rank=0, action="0F0")
+    browser = opened(replace(full, title=AWKWARD), extras=[Extra(findings=(finding,))])
+    assert browser.run("document.getElementById('title').textContent") == AWKWARD
+    assert browser.run("document.title") == AWKWARD and browser.run("document.querySelectorAll('script').length") == 2
+    assert AWKWARD in browser.run("document.getElementById('findings').textContent")
+
+
+def test_a_damaged_page_says_so(browser, full, tmp_path):
+    path = tmp_path / "page.html"
+    draw(full, path)
+    path.write_text(path.read_text().replace('id="content">H4sI', 'id="content">AAAA'))
+    browser.open(path)
+    assert details(browser).startswith("The page cannot be shown: ")

@@ -1,0 +1,155 @@
+"""What a page holds of timelines: a JSON header and columns of numbers, packed together."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...core.base.findings import Finding
+from ...core.schedule.action import COMPUTE, Kind
+from ...core.schedule.timeline import Timeline
+from ...core.schedule.waits import gaps_of, waits_of
+from ..scene import palette
+from ..scene.axis import TimeUnit, format_time
+from ..scene.lanes import chunks_of, compare_lanes, order_note, role_of, sorted_lanes
+
+FORMAT = "shardproof-page"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What is known of a timeline besides its spans: usable bytes of a device, and findings, whose ranks are places
+    among the timeline's ranks."""
+
+    capacity_bytes: int | None = None
+    findings: tuple[Finding, ...] = ()
+
+
+def packed(timelines: Sequence[Timeline], extras: Sequence[Extra], time_unit: TimeUnit) -> bytes:
+    """The compressed content of a page: the header's length (uint32, little endian), the header, and columns that begin
+    at multiples of 8 bytes; the same bytes for the same timelines."""
+    columns: list[np.ndarray] = []
+    entries = [_entry(each, extra, columns) for each, extra in zip(timelines, extras, strict=True)]
+    num_chunks = max((entry["num_chunks"] for entry in entries), default=1)
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "unit": time_unit,
+        "kinds": [kind.name for kind in Kind],
+        "names": {kind.name: name for kind, name in palette.NAMES.items()},
+        "compute": sorted(int(kind) for kind in COMPUTE | {Kind.STEP}),
+        "fills": {
+            kind.name: [palette.fill(kind, chunk, num_chunks) for chunk in range(num_chunks)]
+            for kind in Kind
+            if kind in palette.FILLS
+        },
+        "causes": palette.CAUSES,
+        "timelines": entries,
+        "notes": _notes(timelines, time_unit),
+        "columns": [],
+    }
+    offset = 0
+    for column in columns:
+        header["columns"].append({"type": column.dtype.name, "offset": offset, "length": len(column)})
+        offset += -(-column.nbytes // 8) * 8
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    text += b" " * (-(len(text) + 4) % 8)
+    parts = [struct.pack("<I", len(text)), text]
+    parts += [column.tobytes() + bytes(-column.nbytes % 8) for column in columns]
+    return gzip.compress(b"".join(parts), mtime=0)
+
+
+def _entry(timeline: Timeline, extra: Extra, columns: list[np.ndarray]) -> dict[str, Any]:
+    """A timeline in the header; its columns are added to the others. Spans lie by rank, lane and time."""
+    spans, ranks = timeline.spans, timeline.global_ranks
+    lanes = sorted_lanes(spans.lanes)
+    place = np.array([lanes.index(lane) for lane in spans.lanes], dtype=np.int64)
+    order = np.lexsort((spans.end_s, spans.start_s, place[spans.lane], spans.global_rank))
+    number = np.empty(len(order) + 1, dtype=np.int32)  # of a span its place in that order; -1 stays -1
+    number[order], number[-1] = np.arange(len(order)), -1
+    known, actions = waits_of(timeline), spans.actions
+    counts = np.diff(known.offsets)[order]
+    wait_offsets = np.concatenate([[0], np.cumsum(counts)])
+    places = np.repeat(known.offsets[order] - wait_offsets[:-1], counts) + np.arange(wait_offsets[-1])
+    gaps = list(gaps_of(timeline, known))
+    causes = list(palette.CAUSES)
+    chunk, pair_chunk = chunks_of(timeline)
+
+    def column(values: Any, dtype: str) -> int:
+        columns.append(np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<")))
+        return len(columns) - 1
+
+    rank_place = np.searchsorted(np.array(ranks, dtype=np.int64), spans.global_rank)
+    memory_ranks = {rank: i for i, rank in enumerate(ranks)}
+    samples = sorted(
+        (memory_ranks[each.global_rank], each.time_s, each.num_bytes)
+        for each in timeline.memory
+        if each.global_rank in memory_ranks
+    )
+    return {
+        "source": timeline.source,
+        "title": timeline.title,
+        "makespan_s": timeline.makespan_s,
+        "ranks": list(ranks),
+        "bubbles": [timeline.bubble_fraction(rank) for rank in ranks],
+        "lanes": [{"name": lane, "role": role_of(lane)} for lane in lanes],
+        "num_spans": len(spans),
+        "num_chunks": int(max(chunk.max(initial=0), pair_chunk.max(initial=0))) + 1,
+        "capacity_bytes": extra.capacity_bytes,
+        "findings": [_finding(each, number, timeline) for each in extra.findings],
+        "columns": {
+            "rank": column(rank_place[order], "int32"),
+            "lane": column(place[spans.lane][order], "int32"),
+            "kind": column(actions.kind[order], "int8"),
+            "stage": column(actions.stage[order], "int32"),
+            "microbatch": column(actions.microbatch[order], "int32"),
+            "pair_stage": column(actions.pair_stage[order], "int32"),
+            "pair_microbatch": column(actions.pair_microbatch[order], "int32"),
+            "chunk": column(chunk[order], "int32"),
+            "pair_chunk": column(pair_chunk[order], "int32"),
+            "start": column(spans.start_s[order], "float64"),
+            "end": column(spans.end_s[order], "float64"),
+            "wait_offsets": column(wait_offsets, "int32"),
+            "wait_sources": column(number[known.sources[places]], "int32"),
+            "gap_rank": column([memory_ranks[gap.global_rank] for gap in gaps], "int32"),
+            "gap_start": column([gap.start_s for gap in gaps], "float64"),
+            "gap_end": column([gap.end_s for gap in gaps], "float64"),
+            "gap_cause": column([causes.index(gap.cause) for gap in gaps], "int8"),
+            "gap_span": column([number[gap.span] for gap in gaps], "int32"),
+            "memory_rank": column([rank for rank, _, _ in samples], "int32"),
+            "memory_time": column([time_s for _, time_s, _ in samples], "float64"),
+            "memory_bytes": column([num_bytes for _, _, num_bytes in samples], "float64"),
+        },
+    }
+
+
+def _finding(finding: Finding, number: np.ndarray, timeline: Timeline) -> dict[str, Any]:
+    """A finding, and the span it is about, -1 where it is about none."""
+    ranks, spans = timeline.global_ranks, timeline.spans
+    span = -1
+    if finding.rank is not None and finding.action is not None and finding.rank < len(ranks):
+        own = np.flatnonzero(spans.global_rank == ranks[finding.rank]).tolist()
+        span = next((i for i in own if str(spans.actions[i]) == finding.action), -1)
+    return {
+        "span": int(number[span]),
+        "severity": finding.severity,
+        "rule": finding.rule,
+        "where": finding.where,
+        "what": finding.what,
+        "hint": finding.hint,
+    }
+
+
+def _notes(timelines: Sequence[Timeline], time_unit: TimeUnit) -> list[str]:
+    """Sentences under the title: of a pair the length of both, and whether they did the same."""
+    if len(timelines) < 2:
+        return []
+    lengths = [f"{each.source}: {format_time(each.makespan_s, time_unit)}" for each in timelines]
+    return [*lengths, order_note(compare_lanes(*timelines))]

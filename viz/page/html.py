@@ -1,0 +1,40 @@
+"""The page as one file: its text, style and script with the packed content, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...core.base.errors import TimelineError
+from ...core.schedule.timeline import Timeline
+from ..scene.axis import TimeUnit
+from .content import Extra, packed
+
+SCRIPTS = ("unpack.js", "view.js", "rows.js", "paint.js", "main.js")
+"""In the order in which they build on each other."""
+
+
+def to_html(timelines: Sequence[Timeline], extras: Sequence[Extra] = (), time_unit: TimeUnit = "s") -> str:
+    """An HTML document of one timeline, or of two on one axis; `extras` are those of the timelines, in order. Raises
+    `TimelineError` when there is nothing to draw."""
+    for each in timelines:
+        if each.makespan_s <= 0:
+            raise TimelineError(f"a {each.source} timeline without any span of positive length cannot be drawn.")
+    given = [*extras, *(Extra() for _ in timelines[len(extras) :])]
+    titles = dict.fromkeys(each.title for each in timelines if each.title)
+    parts = {
+        "title": html.escape(" / ".join(titles) or "A training step"),
+        "css": _own("page.css"),
+        "content": base64.b64encode(packed(timelines, given, time_unit)).decode(),
+        "script": "".join(map(_own, SCRIPTS)),
+    }
+    document = _own("page.html")
+    for name, text in parts.items():
+        document = document.replace("{{" + name + "}}", text)
+    return document
+
+
+def _own(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")

@@ -1,0 +1,437 @@
+// The page: what the user does becomes a view, and a view a picture.
+
+const element = (id) => document.getElementById(id);
+
+async function begin() {
+  let header;
+  try {
+    header = await unpack(element("content").textContent);
+  } catch (error) {
+    element("details").textContent = `The page cannot be shown: ${error.message}`;
+    return;
+  }
+  window.page = new Page(header);
+}
+
+class Page {
+  constructor(header) {
+    this.header = header;
+    this.view = new View(header);
+    this.view.hash = location.hash;
+    this.painter = new Painter(element("canvas"), header);
+    this.tracks = header.timelines.map((entry) =>
+      entry.ranks.map((_, rank) =>
+        entry.tracks[rank].map(({ lane, lo, hi }) => {
+          const none = { lo: 0, hi: 0 };
+          return new Track(entry, rank, lane, lo, hi, entry.lanes[lane].role === "compute" ? entry.gaps[rank] : none);
+        }),
+      ),
+    );
+    this.frames = []; // milliseconds of script of the last frames
+    this.hover = null;
+    this.describe();
+    this.listen();
+    this.repaint();
+  }
+
+  // Titles, the legend and the switches.
+  describe() {
+    const { header } = this, titles = [...new Set(header.timelines.map((entry) => entry.title).filter(Boolean))];
+    element("title").textContent = titles.join(" / ") || "A training step";
+    const sentences = header.timelines.map((entry) => {
+      const worst = entry.bubbles.reduce((at, bubble, i) => (bubble > entry.bubbles[at] + 1e-9 ? i : at), 0);
+      const bubble = entry.ranks.length ? `, bubble ${(100 * entry.bubbles[worst]).toFixed(1)}% on rank ${entry.ranks[worst]}` : "";
+      return `${entry.source}: ${formatTime(header, entry.makespan_s)}${bubble}`;
+    });
+    if (header.notes.length) sentences.push(header.notes[header.notes.length - 1]);
+    element("notes").textContent = sentences.join(" · ");
+    const used = new Set();
+    for (const entry of header.timelines) for (const kind of entry.kind) used.add(header.kinds[kind]);
+    if (used.delete("OVERLAP_F_B")) used.add("F").add("B");
+    const legend = element("legend");
+    for (const kind of Object.keys(header.names)) {
+      if (used.has(kind)) legend.append(swatch(header.fills[kind][0], header.names[kind]));
+    }
+    this.legendOfCauses = document.createElement("span");
+    legend.append(this.legendOfCauses);
+    for (const [index, entry] of header.timelines.entries()) {
+      for (const finding of entry.findings) {
+        const button = document.createElement("button");
+        button.className = finding.severity;
+        button.textContent = `${finding.severity}: ${finding.rule} at ${finding.where}`;
+        button.title = `${finding.what}\n${finding.hint}`;
+        button.onclick = () => finding.span >= 0 && this.choose(index, finding.span);
+        element("findings").append(button);
+      }
+    }
+  }
+
+  listen() {
+    const canvas = element("canvas"), { view } = this;
+    new ResizeObserver(() => this.redraw()).observe(canvas.parentElement);
+    addEventListener("hashchange", () => {
+      if (location.hash !== this.written) {
+        view.hash = location.hash;
+        this.repaint();
+      }
+    });
+    addEventListener("beforeprint", () => {
+      this.before = view.theme;
+      view.theme = "light";
+      this.repaint(true);
+    });
+    addEventListener("afterprint", () => {
+      view.theme = this.before;
+      this.repaint();
+    });
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      if (event.ctrlKey || event.metaKey) view.zoom(Math.exp(event.deltaY * 0.002), this.painter.timeAt(event.offsetX));
+      else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) view.pan((event.deltaX || event.deltaY) / this.painter.plot);
+      else if (this.rows.total > this.painter.height - AXIS) this.scrollBy(event.deltaY);
+      else view.zoom(Math.exp(event.deltaY * 0.002), this.painter.timeAt(event.offsetX));
+      this.redraw();
+    }, { passive: false });
+    let pressed = null;
+    canvas.addEventListener("pointerdown", (event) => {
+      canvas.setPointerCapture(event.pointerId);
+      pressed = { x: event.offsetX, y: event.offsetY, moved: false };
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      if (pressed) {
+        const dx = event.offsetX - pressed.x, dy = event.offsetY - pressed.y;
+        if (pressed.moved || Math.abs(dx) + Math.abs(dy) > 3) {
+          pressed = { x: event.offsetX, y: event.offsetY, moved: true };
+          view.pan(-dx / this.painter.plot);
+          this.scrollBy(-dy);
+          this.redraw();
+        }
+      }
+      this.point(event.offsetX, event.offsetY);
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      const clicked = pressed && !pressed.moved;
+      pressed = null;
+      if (clicked) this.click(event.offsetX, event.offsetY);
+    });
+    canvas.addEventListener("pointerleave", () => this.point(-1, -1));
+    canvas.addEventListener("dblclick", (event) => {
+      view.zoom(0.4, this.painter.timeAt(event.offsetX));
+      this.redraw();
+    });
+    document.addEventListener("keydown", (event) => this.key(event));
+    const search = element("search");
+    search.value = view.query;
+    search.addEventListener("input", () => {
+      view.query = search.value;
+      this.repaint();
+    });
+    search.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") this.next(event.shiftKey ? -1 : 1);
+      else if (event.key === "Escape") canvas.focus();
+      else return;
+      event.preventDefault();
+    });
+    for (const name of Object.keys(view.shows)) element(`show-${name}`).onclick = () => this.toggle(name);
+    element("critical").onclick = () => this.toggleCritical();
+    element("theme").onclick = () => this.toggleTheme();
+    element("whole").onclick = () => this.whole();
+    element("help").onclick = () => element("keys").showModal();
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || element("keys").open) return;
+    if (event.target.tagName === "INPUT" || (event.target.tagName === "BUTTON" && event.key === "Enter")) return;
+    const { view } = this, page = this.painter.height - AXIS;
+    const keys = {
+      ArrowLeft: () => (event.shiftKey && view.chosen ? this.neighbour(-1) : view.pan(-0.15)),
+      ArrowRight: () => (event.shiftKey && view.chosen ? this.neighbour(1) : view.pan(0.15)),
+      ArrowUp: () => this.scrollBy(-40),
+      ArrowDown: () => this.scrollBy(40),
+      PageUp: () => this.scrollBy(-page),
+      PageDown: () => this.scrollBy(page),
+      a: () => view.pan(-0.15),
+      d: () => view.pan(0.15),
+      w: () => view.zoom(0.7),
+      s: () => view.zoom(1 / 0.7),
+      "+": () => view.zoom(0.7),
+      "=": () => view.zoom(0.7),
+      "-": () => view.zoom(1 / 0.7),
+      Home: () => this.whole(),
+      0: () => this.whole(),
+      "/": () => element("search").focus(),
+      n: () => this.next(1),
+      N: () => this.next(-1),
+      c: () => this.toggleCritical(),
+      b: () => this.toggle("causes"),
+      m: () => this.toggle("memory"),
+      e: () => this.toggle("messages"),
+      r: () => this.toggle("collectives"),
+      g: () => this.toggle("groups"),
+      f: () => this.foldAll(),
+      t: () => this.toggleTheme(),
+      "?": () => element("keys").showModal(),
+      "[": () => view.chosen && this.goTo(lastWait(this.chosenEntry, view.chosen[1])),
+      "]": () => view.chosen && this.goTo(heldUp(this.chosenEntry, view.chosen[1])),
+      Enter: () => view.chosen === null && this.chooseFirst(),
+      Escape: () => {
+        view.chosen = null;
+        view.critical = false;
+        this.say();
+      },
+    };
+    const act = keys[event.key];
+    if (!act) return;
+    event.preventDefault();
+    act();
+    this.redraw();
+  }
+
+  get chosenEntry() {
+    return this.header.timelines[this.view.chosen[0]];
+  }
+
+  goTo(span) {
+    if (span >= 0) this.choose(this.view.chosen[0], span);
+  }
+
+  chooseFirst() {
+    const entry = this.header.timelines[0];
+    const track = this.tracks[0][0]?.[0];
+    if (track) this.choose(entry.number, track.lo);
+  }
+
+  neighbour(step) {
+    const entry = this.chosenEntry, span = this.view.chosen[1] + step;
+    const same = span >= 0 && span < entry.num_spans && entry.rank[span] === entry.rank[span - step] && entry.lane[span] === entry.lane[span - step];
+    if (same) this.choose(entry.number, span);
+  }
+
+  whole() {
+    this.view.set(0, this.view.end);
+    this.view.scroll = 0;
+    this.redraw();
+  }
+
+  foldAll() {
+    const names = this.header.timelines.flatMap((entry) => entry.ranks);
+    this.view.folded = new Set(this.view.folded.size ? [] : names);
+    this.repaint();
+  }
+
+  toggle(name) {
+    this.view.shows[name] = !this.view.shows[name];
+    this.repaint();
+  }
+
+  toggleCritical() {
+    this.view.critical = !this.view.critical;
+    this.redraw();
+  }
+
+  toggleTheme() {
+    this.view.theme = this.view.theme === "dark" ? "light" : "dark";
+    this.repaint();
+  }
+
+  scrollBy(pixels) {
+    const most = Math.max(0, this.rows.total - (this.painter.height - AXIS));
+    this.view.scroll = Math.min(Math.max(this.view.scroll + pixels, 0), most);
+  }
+
+  // Colours and rows anew, then a picture.
+  repaint(now = false) {
+    const { header, view } = this;
+    document.documentElement.dataset.theme = view.theme;
+    this.colors = new Colors(header, view.theme, view.shows.causes);
+    this.hits = header.timelines.map((entry) => found(header, entry, view.query));
+    for (const entry of header.timelines) {
+      for (const ofRank of this.tracks[entry.number]) for (const track of ofRank) track.paint(header, this.colors, this.hits[entry.number]);
+    }
+    this.rows = rowsOf(header, view, this.tracks);
+    const count = this.hits.reduce((sum, hits) => sum + (hits ? hits.reduce((a, b) => a + b, 0) : 0), 0);
+    element("count").textContent = view.query.trim() ? `${count} found` : "";
+    for (const name of Object.keys(view.shows)) element(`show-${name}`).setAttribute("aria-pressed", view.shows[name]);
+    this.legendOfCauses.replaceChildren(
+      ...(view.shows.causes ? Object.entries(header.causes).map(([cause, pair]) => swatch(pair[view.theme === "dark" ? 1 : 0], `idle: ${cause}`)) : []),
+    );
+    this.say();
+    if (now) this.picture();
+    else this.redraw();
+  }
+
+  redraw() {
+    if (this.waiting) return;
+    this.waiting = requestAnimationFrame(() => {
+      this.waiting = 0;
+      this.picture();
+    });
+  }
+
+  picture() {
+    const began = performance.now();
+    this.painter.fit();
+    this.scrollBy(0);
+    this.painter.draw(this.view, this.rows, this.colors, this.hits);
+    element("critical").setAttribute("aria-pressed", this.view.critical);
+    this.frames.push(performance.now() - began);
+    if (this.frames.length > 2000) this.frames.splice(0, 1000);
+    clearTimeout(this.later);
+    this.later = setTimeout(() => this.remember(), 250);
+  }
+
+  remember() {
+    this.written = this.view.hash;
+    try {
+      history.replaceState(null, "", this.written);
+    } catch {
+      // a frame without an address of its own: the view is not kept
+    }
+  }
+
+  // What lies at a place: { row, place, item, span, gap }.
+  at(x, y) {
+    const { painter, view } = this;
+    if (y < AXIS) return null;
+    const height = y - AXIS + view.scroll;
+    const row = this.rows.find((each) => height >= each.y && height < each.y + each.height);
+    if (!row) return null;
+    const place = row.tracks.find((each) => height >= each.y && height < each.y + each.height + 1);
+    if (!place || x < LABEL) return { row };
+    const { track } = place, time = painter.timeAt(x), slack = (2 * (view.hi - view.lo)) / painter.plot;
+    let i = track.after(time - slack);
+    while (i + 1 < track.start.length && track.end[i] < time && track.start[i + 1] <= time) i++;
+    if (i >= track.start.length || track.start[i] > time + slack) return { row, place };
+    return { row, place, ref: track.ref[i] };
+  }
+
+  point(x, y) {
+    const at = x < 0 ? null : this.at(x, y), tip = element("tip");
+    element("canvas").style.cursor = at?.row && x < LABEL ? "pointer" : at?.ref >= 0 ? "default" : "grab";
+    this.hover = at;
+    if (!at || at.ref === undefined) {
+      tip.hidden = true;
+      return;
+    }
+    tip.replaceChildren(...this.words(at.row.entry, at.ref).map((line) => Object.assign(document.createElement("div"), { textContent: line })));
+    tip.hidden = false;
+    const { width, height } = tip.getBoundingClientRect();
+    tip.style.left = `${Math.min(x + 14, this.painter.width - width - 4)}px`;
+    tip.style.top = `${y + 18 + height > this.painter.height ? y - height - 10 : y + 18}px`;
+  }
+
+  // What is said of a span, or of an idle time (ref below 0), line by line.
+  words(entry, ref) {
+    const { header } = this, time = (seconds) => formatTime(header, seconds);
+    const where = (span) => `${token(header, entry, span)} on rank ${entry.ranks[entry.rank[span]]}`;
+    if (ref < 0) {
+      const gap = -1 - ref, cause = Object.keys(header.causes)[entry.gap_cause[gap]], span = entry.gap_span[gap];
+      return [
+        `idle for ${time(entry.gap_end[gap] - entry.gap_start[gap])}: ${cause}`,
+        `from ${time(entry.gap_start[gap])} to ${time(entry.gap_end[gap])} on rank ${entry.ranks[entry.gap_rank[gap]]}`,
+        ...(span >= 0 ? [`${cause === "end" ? "until the end of" : "for"} ${where(span)}`] : []),
+      ];
+    }
+    const kind = header.kinds[entry.kind[ref]], lines = [];
+    const what = kind === "OVERLAP_F_B" ? "a forward and a backward together" : (header.names[kind] ?? kind);
+    lines.push(`${token(header, entry, ref)}: ${what}, ${time(entry.end[ref] - entry.start[ref])}`);
+    lines.push(`from ${time(entry.start[ref])} to ${time(entry.end[ref])} on rank ${entry.ranks[entry.rank[ref]]}, lane ${entry.lanes[entry.lane[ref]].name}`);
+    const last = lastWait(entry, ref);
+    if (last >= 0) lines.push(`waited last for ${where(last)}, until ${time(entry.end[last])}`);
+    const other = counterpart(header, entry, ref);
+    if (other >= 0) {
+      const theirs = header.timelines[1 - entry.number];
+      const own = entry.end[ref] - entry.start[ref], length = theirs.end[other] - theirs.start[other];
+      const change = length > 0 ? `, here ${signed((100 * (own - length)) / length)}%` : "";
+      lines.push(`${theirs.source}: ${time(length)} from ${time(theirs.start[other])}${change}`);
+    }
+    for (const finding of entry.findings) if (finding.span === ref) lines.push(`${finding.severity}: ${finding.rule}: ${finding.what}`);
+    return lines;
+  }
+
+  click(x, y) {
+    const at = this.at(x, y);
+    element("canvas").focus();
+    if (at?.row && x < LABEL) {
+      const { name } = at.row, { folded } = this.view;
+      if (!folded.delete(name)) folded.add(name);
+      this.repaint();
+    } else if (at?.ref >= 0) this.choose(at.row.entry.number, at.ref, false);
+    else if (at?.ref < 0 && at.row.entry.gap_span[-1 - at.ref] >= 0) this.choose(at.row.entry.number, at.row.entry.gap_span[-1 - at.ref]);
+    else {
+      this.view.chosen = null;
+      this.say();
+      this.redraw();
+    }
+  }
+
+  choose(timeline, span, moves = true) {
+    const { view } = this, entry = this.header.timelines[timeline];
+    view.chosen = [timeline, span];
+    if (moves) {
+      view.show(entry, span);
+      const rank = view.shows.groups ? entry.group[entry.rank[span]] : entry.rank[span];
+      const row = this.rows.find((each) => each.entry === entry && each.rank === rank);
+      const room = this.painter.height - AXIS;
+      if (row && (row.y < view.scroll || row.y + row.height > view.scroll + room)) view.scroll = Math.max(0, row.y - room / 3);
+    }
+    this.say();
+    this.redraw();
+  }
+
+  // The chosen action in words, with what it waited for and what waited for it.
+  say() {
+    const details = element("details"), { view, header } = this;
+    if (!view.chosen) {
+      details.replaceChildren("Click an action for what it waited for; c shows the critical path, ? all keys.");
+      return;
+    }
+    const [timeline, span] = view.chosen, entry = header.timelines[timeline];
+    const lines = this.words(entry, span).map((line) => Object.assign(document.createElement("div"), { textContent: line }));
+    const links = (label, spans) => {
+      const line = document.createElement("div");
+      if (!spans.length) return line;
+      line.append(`${label} `);
+      for (const each of spans.slice(0, 8)) {
+        const button = document.createElement("button");
+        button.textContent = `${token(header, entry, each)} @${entry.ranks[entry.rank[each]]}`;
+        button.onclick = () => this.choose(timeline, each);
+        line.append(button);
+      }
+      if (spans.length > 8) line.append(` and ${spans.length - 8} more`);
+      return line;
+    };
+    const chain = chainOf(entry, span), at = chain.indexOf(span);
+    lines.push(links("waited for", [...waitsOf(entry, span)].sort((a, b) => entry.end[b] - entry.end[a])));
+    lines.push(links("waited on by", [...laterOf(entry, span)].sort((a, b) => entry.start[a] - entry.start[b])));
+    lines.push(Object.assign(document.createElement("div"), { textContent: `in a chain of ${chain.length}: ${at} led to it, ${chain.length - at - 1} follow` }));
+    details.replaceChildren(...lines);
+  }
+
+  next(step) {
+    const { view, header } = this, all = [];
+    header.timelines.forEach((entry, number) => {
+      const hits = this.hits[number];
+      for (let i = 0; hits && i < hits.length; i++) if (hits[i]) all.push([entry.start[i], number, i]);
+    });
+    if (!all.length) return;
+    all.sort((a, b) => a[0] - b[0] || a[1] - b[1] || a[2] - b[2]);
+    const now = view.chosen ? all.findIndex(([, number, span]) => number === view.chosen[0] && span === view.chosen[1]) : -1;
+    const [, number, span] = all[now < 0 ? (step > 0 ? 0 : all.length - 1) : (now + step + all.length) % all.length];
+    this.choose(number, span);
+  }
+}
+
+function swatch(color, text) {
+  const item = document.createElement("span"), box = document.createElement("i");
+  item.className = "swatch";
+  box.style.background = color;
+  item.append(box, text);
+  return item;
+}
+
+function signed(number) {
+  return `${number >= 0 ? "+" : ""}${number.toFixed(1)}`;
+}
+
+begin();

@@ -1,0 +1,147 @@
+// Rows and tracks: what lies where, and the colours of everything in a track, summed so that any part of it is a
+// difference of two sums. That is the level of detail: the cost of drawing depends on pixels, not on spans.
+
+const LABEL = 132, AXIS = 30, HEIGHTS = { compute: 24, thin: 10, message: 6, collective: 8, memory: 44 }, ROW_GAP = 6;
+
+class Colors {
+  constructor(header, theme, showsCauses) {
+    this.css = [];
+    this.red = [];
+    this.green = [];
+    this.blue = [];
+    const dark = theme === "dark";
+    this.ground = dark ? "#15191e" : "#ffffff";
+    this.idle = this.add(dark ? "#20262d" : "#eef0f2");
+    this.kinds = header.kinds.map((name) => (header.fills[name] || []).map((fill) => this.add(fill)));
+    this.causes = Object.values(header.causes).map((pair) => (showsCauses ? this.add(pair[dark ? 1 : 0]) : this.idle));
+    this.pale = this.css.map((_, i) => i);
+    const count = this.css.length;
+    for (let i = 0; i < count; i++) {
+      const mixed = [this.red, this.green, this.blue].map((part) => Math.round(0.22 * part[i] + 0.78 * part[this.idle]));
+      this.pale[i] = this.add(`#${mixed.map((value) => value.toString(16).padStart(2, "0")).join("")}`);
+    }
+  }
+
+  add(css) {
+    this.css.push(css);
+    [this.red, this.green, this.blue].forEach((part, at) => part.push(parseInt(css.slice(1 + 2 * at, 3 + 2 * at), 16)));
+    return this.css.length - 1;
+  }
+
+  // White or ink, whichever contrasts more.
+  textOn(color) {
+    const linear = [this.red, this.green, this.blue].map((part) => {
+      const value = part[color] / 255;
+      return part[color] > 10 ? ((value + 0.055) / 1.055) ** 2.4 : value / 12.92;
+    });
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] < 0.3 ? "#ffffff" : "#1f2933";
+  }
+}
+
+// The spans of a lane, and on the compute lane the idle times between them, in order of time.
+class Track {
+  constructor(entry, rank, lane, lo, hi, gaps) {
+    Object.assign(this, { entry, rank, lane, lo, hi });
+    const count = hi - lo + gaps.hi - gaps.lo;
+    this.start = new Float64Array(count);
+    this.end = new Float64Array(count);
+    this.ref = new Int32Array(count); // of a span its number, of an idle time -1 - its number
+    for (let i = 0, span = lo, gap = gaps.lo; i < count; i++) {
+      const takesSpan = gap >= gaps.hi || (span < hi && entry.start[span] <= entry.gap_start[gap]);
+      this.start[i] = takesSpan ? entry.start[span] : entry.gap_start[gap];
+      this.end[i] = takesSpan ? entry.end[span] : entry.gap_end[gap];
+      this.ref[i] = takesSpan ? span++ : -1 - gap++;
+    }
+  }
+
+  // Sums of colour and time up to each item, for the colours and hits of now.
+  paint(header, colors, hits) {
+    const { entry, ref } = this, count = ref.length;
+    this.color = new Int32Array(count);
+    this.second = new Int32Array(count).fill(-1);
+    this.sums = [0, 1, 2, 3].map(() => new Float64Array(count + 1));
+    const [red, green, blue, time] = this.sums;
+    const pair = header.kinds.indexOf("OVERLAP_F_B"), F = header.kinds.indexOf("F"), B = header.kinds.indexOf("B");
+    for (let i = 0; i < count; i++) {
+      const span = ref[i];
+      let color, second = -1;
+      if (span < 0) color = colors.causes[entry.gap_cause[-1 - span]];
+      else if (entry.kind[span] === pair) {
+        color = colors.kinds[F][entry.chunk[span]] ?? colors.kinds[F][0];
+        second = colors.kinds[B][entry.pair_chunk[span]] ?? colors.kinds[B][0];
+      } else {
+        const fills = colors.kinds[entry.kind[span]];
+        color = fills[entry.chunk[span]] ?? fills[0];
+      }
+      if (hits && (span < 0 || !hits[span])) {
+        color = colors.pale[color];
+        if (second >= 0) second = colors.pale[second];
+      }
+      this.color[i] = color;
+      this.second[i] = second;
+      const length = this.end[i] - this.start[i], other = second < 0 ? color : second;
+      red[i + 1] = red[i] + (length * (colors.red[color] + colors.red[other])) / 2;
+      green[i + 1] = green[i] + (length * (colors.green[color] + colors.green[other])) / 2;
+      blue[i + 1] = blue[i] + (length * (colors.blue[color] + colors.blue[other])) / 2;
+      time[i + 1] = time[i] + length;
+    }
+  }
+
+  // The first item that ends after a time.
+  after(time, lo = 0) {
+    let hi = this.end.length;
+    while (lo < hi) {
+      const middle = (lo + hi) >> 1;
+      if (this.end[middle] > time) hi = middle;
+      else lo = middle + 1;
+    }
+    return lo;
+  }
+}
+
+// All rows of a view, from top to bottom: { entry, rank, ranks, y, height, tracks: [{ track, y, height }], memory }.
+function rowsOf(header, view, tracks) {
+  const rows = [], places = new Map();
+  let y = 0;
+  header.timelines.forEach((entry) => {
+    entry.ranks.forEach((name, rank) => {
+      if (view.shows.groups && entry.group[rank] !== rank) return;
+      if (!places.has(name)) places.set(name, []);
+      places.get(name).push([entry, rank]);
+    });
+  });
+  const both = header.timelines.length > 1;
+  const names = [...places.keys()].sort((a, b) => a - b);
+  for (const name of names) {
+    for (const [entry, rank] of places.get(name)) {
+      const folded = view.folded.has(name);
+      const row = { entry, rank, name, y, folded, tracks: [], memory: null };
+      const label = [`rank ${name}`];
+      if (view.shows.groups) {
+        const same = entry.group.filter((first) => first === rank).length;
+        if (same > 1) label[0] = `rank ${name} +${same - 1}`;
+      }
+      if (both) label.push(entry.source === "predicted" ? "predicted" : "measured");
+      row.label = label;
+      let at = y;
+      for (const track of tracks[entry.number][rank]) {
+        const role = entry.lanes[track.lane].role;
+        const isMessage = role === "send" || role === "receive";
+        if (role !== "compute" && (folded || (isMessage ? !view.shows.messages : !view.shows.collectives))) continue;
+        const height = role !== "compute" ? HEIGHTS[isMessage ? "message" : "collective"] : folded ? HEIGHTS.thin : HEIGHTS.compute;
+        row.tracks.push({ track, y: at, height, role, name: entry.lanes[track.lane].name });
+        at += height + (role === "compute" ? 3 : 1);
+      }
+      const samples = entry.samples[rank];
+      if (view.shows.memory && !folded && samples.hi > samples.lo) {
+        row.memory = { y: at + 2, height: HEIGHTS.memory };
+        at += HEIGHTS.memory + 4;
+      }
+      row.height = at - y;
+      y = at + (both && entry.number === 0 && places.get(name).length > 1 ? 2 : folded ? 2 : ROW_GAP);
+      rows.push(row);
+    }
+  }
+  rows.total = y;
+  return rows;
+}

@@ -1,0 +1,145 @@
+// What the file holds, as typed arrays: `viz/page/content.py` packs it.
+
+async function unpack(text) {
+  if (typeof DecompressionStream === "undefined") {
+    throw new Error("this browser cannot unpack gzip. Use one of 2023 or later.");
+  }
+  const binary = atob(text.trim());
+  const packed = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) packed[i] = binary.charCodeAt(i);
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const buffer = await new Response(stream).arrayBuffer();
+  const length = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  const types = { int8: Int8Array, int32: Int32Array, float64: Float64Array };
+  const columns = header.columns.map(
+    (column) => new types[column.type](buffer, 4 + length + column.offset, column.length),
+  );
+  header.timelines.forEach((entry, number) => {
+    entry.number = number;
+    for (const [name, at] of Object.entries(entry.columns)) entry[name] = columns[at];
+    completed(entry);
+  });
+  return header;
+}
+
+// Where ranks begin in the columns, who waits for a span, and of every rank which others do the same.
+function completed(entry) {
+  entry.tracks = entry.ranks.map(() => []);
+  const count = entry.num_spans;
+  for (let lo = 0, hi; lo < count; lo = hi) {
+    for (hi = lo + 1; hi < count && entry.rank[hi] === entry.rank[lo] && entry.lane[hi] === entry.lane[lo]; hi++);
+    entry.tracks[entry.rank[lo]].push({ lane: entry.lane[lo], lo, hi });
+  }
+  entry.gaps = ranges(entry.gap_rank, entry.ranks.length);
+  entry.samples = ranges(entry.memory_rank, entry.ranks.length);
+  const { wait_offsets, wait_sources } = entry;
+  const offsets = new Int32Array(count + 1);
+  for (const source of wait_sources) offsets[source + 1]++;
+  for (let i = 0; i < count; i++) offsets[i + 1] += offsets[i];
+  const next = offsets.slice(), spans = new Int32Array(wait_sources.length);
+  for (let span = 0; span < count; span++) {
+    for (let k = wait_offsets[span]; k < wait_offsets[span + 1]; k++) spans[next[wait_sources[k]]++] = span;
+  }
+  entry.later_offsets = offsets;
+  entry.later_spans = spans;
+  entry.stages = entry.ranks.map(() => new Set());
+  for (let i = 0; i < count; i++) {
+    if (entry.lanes[entry.lane[i]].role !== "compute") continue;
+    if (entry.stage[i] >= 0) entry.stages[entry.rank[i]].add(entry.stage[i]);
+    if (entry.pair_stage[i] >= 0) entry.stages[entry.rank[i]].add(entry.pair_stage[i]);
+  }
+  const first = new Map();
+  entry.stages = entry.stages.map((stages) => [...stages].sort((a, b) => a - b));
+  entry.group = entry.stages.map((stages, rank) => {
+    const key = stages.join(",");
+    if (!first.has(key)) first.set(key, rank);
+    return first.get(key);
+  });
+}
+
+// Where each value begins and ends in an ascending column.
+function ranges(column, count) {
+  const found = Array.from({ length: count }, () => ({ lo: 0, hi: 0 }));
+  for (let lo = 0, hi; lo < column.length; lo = hi) {
+    for (hi = lo + 1; hi < column.length && column[hi] === column[lo]; hi++);
+    found[column[lo]] = { lo, hi };
+  }
+  return found;
+}
+
+// The token of a span, as it stands in a schedule: 4F7, (2F3;5B1)OVERLAP_F_B.
+function token(header, entry, span) {
+  const kind = header.kinds[entry.kind[span]];
+  const number = (value) => (value < 0 ? "" : String(value));
+  if (kind === "OVERLAP_F_B") {
+    const pair = `${entry.pair_stage[span]}B${number(entry.pair_microbatch[span])}`;
+    return `(${entry.stage[span]}F${number(entry.microbatch[span])};${pair})OVERLAP_F_B`;
+  }
+  return `${entry.stage[span]}${kind}${number(entry.microbatch[span])}`;
+}
+
+function waitsOf(entry, span) {
+  return entry.wait_sources.subarray(entry.wait_offsets[span], entry.wait_offsets[span + 1]);
+}
+
+function laterOf(entry, span) {
+  return entry.later_spans.subarray(entry.later_offsets[span], entry.later_offsets[span + 1]);
+}
+
+// Of what a span waited for, what ended last; -1 for nothing.
+function lastWait(entry, span) {
+  let found = -1;
+  for (const wait of waitsOf(entry, span)) {
+    if (wait !== span && (found < 0 || entry.end[wait] > entry.end[found])) found = wait;
+  }
+  return found;
+}
+
+// What led to a span, the span itself, and what it then held up most: spans in order of time.
+function chainOf(entry, span) {
+  const back = [], seen = new Set([span]);
+  for (let at = lastWait(entry, span); at >= 0 && !seen.has(at); at = lastWait(entry, at)) {
+    seen.add(at);
+    back.push(at);
+  }
+  const ahead = [];
+  for (let at = heldUp(entry, span); at >= 0 && !seen.has(at); at = heldUp(entry, at)) {
+    seen.add(at);
+    ahead.push(at);
+  }
+  return [...back.reverse(), span, ...ahead];
+}
+
+// Of what waited for a span last of all, what began first; -1 for nothing.
+function heldUp(entry, span) {
+  let found = -1;
+  for (const later of laterOf(entry, span)) {
+    if (lastWait(entry, later) === span && (found < 0 || entry.start[later] < entry.start[found])) found = later;
+  }
+  return found;
+}
+
+function criticalPath(entry) {
+  let last = -1;
+  for (let i = 0; i < entry.num_spans; i++) if (last < 0 || entry.end[i] > entry.end[last]) last = i;
+  if (last < 0) return [];
+  const chain = [last];
+  for (let at = lastWait(entry, last); at >= 0 && chain.length <= entry.num_spans; at = lastWait(entry, at)) chain.push(at);
+  return chain.reverse();
+}
+
+// The same action of the same rank and lane in the other timeline; -1 where there is none.
+function counterpart(header, entry, span) {
+  const other = header.timelines[1 - entry.number];
+  if (!other) return -1;
+  if (!other.byName) {
+    other.byName = new Map();
+    for (let i = 0; i < other.num_spans; i++) other.byName.set(nameIn(header, other, i), i);
+  }
+  return other.byName.get(nameIn(header, entry, span)) ?? -1;
+}
+
+function nameIn(header, entry, span) {
+  return `${entry.ranks[entry.rank[span]]} ${entry.lanes[entry.lane[span]].name} ${token(header, entry, span)}`;
+}
