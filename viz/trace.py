@@ -7,24 +7,32 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from ..core.schedule.action import RECEIVES, SENDS, Kind
 from ..core.schedule.timeline import COMPUTE_LANE, Timeline
+from ..core.schedule.waits import waits_of
 
 
 def to_trace(timelines: Sequence[Timeline]) -> str:
-    """Trace text: complete events (`X`) in microseconds, memory as counters (`C`), names as metadata (`M`).
+    """Trace text: complete events (`X`) in microseconds, an arrow from every send to its receive (`s`, `f`), memory as
+    counters (`C`), names as metadata (`M`).
 
     Several timelines share one clock; their processes are numbered on and named `predicted rank 0`, `measured rank 0`,
     ... Events keep the timeline's order, so the same timelines give the same bytes. A span takes some 80 bytes: its
     name is its token, which says stage and microbatch.
     """
     events: list[dict[str, Any]] = []
-    first_process = 0
+    first_process, first_arrow = 0, 0
     for timeline in timelines:
         ranks = sorted({*timeline.global_ranks, *(sample.global_rank for sample in timeline.memory)})
         processes = {rank: first_process + index for index, rank in enumerate(ranks)}
         first_process += len(ranks)
         events += _names(timeline, processes, len(timelines) > 1)
         events += _spans(timeline, processes)
+        arrows = list(_arrows(timeline, processes, first_arrow))
+        first_arrow += len(arrows) // 2
+        events += arrows
         events += _counters(timeline, processes)
     title = " / ".join(dict.fromkeys(timeline.title for timeline in timelines if timeline.title))
     document = {"displayTimeUnit": "ms", "otherData": {"title": title}, "traceEvents": events}
@@ -53,6 +61,29 @@ def _spans(timeline: Timeline, processes: dict[int, int]) -> Iterator[dict[str, 
             "ts": _microseconds(span.start_s),
             "dur": _microseconds(span.duration_s),
         }
+
+
+def _arrows(timeline: Timeline, processes: dict[int, int], number: int) -> Iterator[dict[str, Any]]:
+    """Both ends of every message, each inside its span; what was not recorded has no arrow."""
+    threads, spans, known = {lane: thread for thread, lane in enumerate(_threads(timeline))}, timeline.spans, None
+    for receive in np.flatnonzero(np.isin(spans.actions.kind, [int(kind) for kind in RECEIVES])).tolist():
+        known = known or waits_of(timeline)
+        sends = [each for each in known.of(receive) if Kind(int(spans.actions.kind[each])) in SENDS]
+        for send in sends:
+            begins_s = float(spans.start_s[send])
+            ends_s = (max(float(spans.start_s[receive]), begins_s) + float(spans.end_s[receive])) / 2
+            for phase, span, time_s in (("s", send, begins_s), ("f", receive, ends_s)):
+                yield {
+                    "ph": phase,
+                    **({"bp": "e"} if phase == "f" else {}),
+                    "id": number,
+                    "name": "message",
+                    "cat": "message",
+                    "pid": processes[int(spans.global_rank[span])],
+                    "tid": threads[spans.lanes[spans.lane[span]]],
+                    "ts": _microseconds(time_s),
+                }
+            number += 1
 
 
 def _counters(timeline: Timeline, processes: dict[int, int]) -> Iterator[dict[str, Any]]:

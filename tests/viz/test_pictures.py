@@ -55,7 +55,7 @@ def test_title_is_escaped(make_timeline, tmp_path):
     assert root.findtext(f"{SVG}title") == 'a < b & "c"'
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".txt", ".json", ".json.gz", ".timeline.json.gz"])
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".html", ".txt", ".json", ".json.gz", ".timeline.json.gz"])
 def test_the_same_timeline_gives_the_same_bytes(full, tmp_path, suffix):
     first, second = tmp_path / f"first{suffix}", tmp_path / f"second{suffix}"
     draw(full, first)

@@ -2,12 +2,15 @@
 
 import json
 
+from shardproof import build, lower, run_schedule
 from shardproof.viz.trace import to_trace
 
 NUMBER = (int, float)
 SCHEMA = {
     "X": {"name": str, "cat": str, "pid": int, "tid": int, "ts": NUMBER, "dur": NUMBER},
     "M": {"name": str, "pid": int, "tid": int, "args": dict},
+    "s": {"id": int, "name": str, "cat": str, "pid": int, "tid": int, "ts": NUMBER},
+    "f": {"bp": str, "id": int, "name": str, "cat": str, "pid": int, "tid": int, "ts": NUMBER},
     "C": {"name": str, "pid": int, "tid": int, "ts": NUMBER, "args": dict},
 }
 
@@ -44,11 +47,37 @@ def test_every_span_is_a_complete_event_in_microseconds(full):
     } in events
 
 
-def test_a_span_takes_less_than_90_bytes():
-    from shardproof import build, lower, run_schedule
+def test_an_arrow_joins_every_send_and_its_receive_inside_their_spans(full):
+    timeline = run_schedule(lower(build("ZBVZeroBubble", pp=3, vpp=2, num_microbatches=6)), send_s=0.5)
+    events = check(to_trace([timeline, full]))
+    spans = {}
+    for event in events:
+        if event["ph"] == "X":
+            spans.setdefault((event["pid"], event["tid"]), []).append(event)
+    ends = {}
+    for event in events:
+        if event["ph"] in "sf":
+            at = [x["name"] for x in spans[event["pid"], event["tid"]] if x["ts"] <= event["ts"] <= x["ts"] + x["dur"]]
+            ends.setdefault(event["id"], {})[event["ph"]] = event["ts"], at
+    sends = [event["name"] for event in events if event["ph"] == "X" and "SEND" in event["name"]]
+    recorded = [*timeline.spans, *full.spans]
+    assert len(ends) == sum("RECV" in str(span.action) for span in recorded) and len(sends) >= len(ends) > 20
+    for both in ends.values():
+        (begins, sent), (arrives, received) = both["s"], both["f"]
+        assert begins <= arrives
+        assert any(
+            step == int(theirs[0]) - int(mine[0]) and mine[1:] == theirs[1:].replace("RECV", "SEND")
+            for mine in sent
+            for theirs in received
+            for step in (1, -1)
+        )
 
+
+def test_a_span_and_an_end_of_an_arrow_take_less_than_95_bytes():
     timeline = run_schedule(lower(build("1F1B", pp=8, num_microbatches=64)), 0.00123, 0.00217, 0.0011, 0.00003)
-    assert len(to_trace([timeline])) / len(timeline.spans) < 90
+    text = to_trace([timeline])
+    arrows = text.count('"ph":"s"') + text.count('"ph":"f"')
+    assert len(text) / (len(timeline.spans) + arrows) < 95
 
 
 def test_memory_is_a_counter_per_rank(full):
