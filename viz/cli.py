@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..core.base.errors import PlanError, TimelineError
@@ -25,8 +27,12 @@ from ..core.schedule.schedule import Schedule, read_csv
 from ..core.schedule.timeline import Timeline
 from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
 from .page.content import Extra
+from .page.html import schedules_to_html
+from .page.schedules import sized
 from .scene.axis import TimeUnit
 from .scene.lanes import compare_lanes
+
+_NO_SECONDS = "--compare {compare}: a schedule CSV has unit costs and no seconds, so it compares only with another CSV."
 
 GRAPH_SUFFIX = ".graphml"
 
@@ -79,16 +85,15 @@ def run(args: argparse.Namespace) -> int:
     if output is not None and output.endswith(GRAPH_SUFFIX):
         return _write_graph(args, output)
     on_page = output is not None and kind_of(output) == ".html"
+    if on_page and (args.plan or "").endswith(".csv"):
+        return _write_schedules(args, str(output))
     timeline, time_unit, extra = _read(args, on_page=on_page)
     other, extras = None, [extra]
     if args.compare is not None:
         other, other_unit, other_extra = _read(_only_plan(args.compare), on_page=on_page)
         extras.append(other_extra)
         if other_unit != time_unit:
-            raise TimelineError(
-                f"--compare {args.compare}: a schedule CSV has unit costs and no seconds, so it compares only with "
-                "another CSV."
-            )
+            raise TimelineError(_NO_SECONDS.format(compare=args.compare))
     color = output is None and not args.json and _wants_color()
     width = args.width
     if output is None and width is None:
@@ -134,6 +139,21 @@ def _write_graph(args: argparse.Namespace, output: str) -> int:
     return 0
 
 
+def _write_schedules(args: argparse.Namespace, output: str) -> int:
+    """Writes the page of a schedule, or of two, whose reader chooses durations; exit code 0."""
+    _check_alone(args)
+    files = [args.plan, *([args.compare] if args.compare is not None else [])]
+    if other := next((name for name in files if not name.endswith(".csv")), None):
+        raise TimelineError(_NO_SECONDS.format(compare=other))
+    schedules = [replace(read_csv(name), name=Path(name).stem) for name in files]
+    write_text(output, schedules_to_html([sized(each, _findings(each)) for each in schedules], " / ".join(files)))
+    say(f"written: {output}", sys.stderr)
+    if args.json:
+        drawn, *others = [summary(service("run_schedule")(each)) for each in schedules]
+        print(json.dumps({**drawn, "compare": others[0] if others else None, "file": output}, indent=2))
+    return 0
+
+
 def summary(timeline: Timeline) -> dict[str, Any]:
     """What `--json` prints: makespan, worst bubble, and per rank busy seconds, bubble fraction and peak bytes
     (None without samples)."""
@@ -164,19 +184,23 @@ def _read(args: argparse.Namespace, *, on_page: bool) -> tuple[Timeline, TimeUni
     """The timeline that PLAN and the options mean, whether its times are seconds, and what a page says besides."""
     name = args.plan or ""
     if name.endswith((".csv", ".json", ".json.gz")):
-        given = [value.origin for table in option_values(args).values() for value in table.values()]
-        given += ["--durations"] * bool(args.durations)
-        if given:
-            raise PlanError(
-                f"{', '.join(given)}: plan options have no effect on {name}. Give a plan.toml, or leave them out."
-            )
+        _check_alone(args)
         if not name.endswith(".csv"):
             return Timeline.load(name), "s", Extra()
-        schedule = read_csv(name)
-        return service("run_schedule")(schedule), "unit", Extra(findings=_findings(schedule) if on_page else ())
+        return service("run_schedule")(read_csv(name)), "unit", Extra()
     simulation = service("simulate")(read_any_plan(args), durations=read_durations(args))
     found = _findings(simulation.run.graph.schedule) if on_page else ()
     return simulation.timeline, "s", Extra(simulation.report["capacity_bytes"], found)
+
+
+def _check_alone(args: argparse.Namespace) -> None:
+    """Raises `PlanError` for plan options with a file that is no plan."""
+    given = [value.origin for table in option_values(args).values() for value in table.values()]
+    given += ["--durations"] * bool(args.durations)
+    if given:
+        raise PlanError(
+            f"{', '.join(given)}: plan options have no effect on {args.plan}. Give a plan.toml, or leave them out."
+        )
 
 
 def _findings(schedule: Schedule) -> tuple[Finding, ...]:

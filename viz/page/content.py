@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from ...core.base.findings import Finding
-from ...core.schedule.action import COMPUTE, Kind
+from ...core.schedule.action import Kind
 from ...core.schedule.timeline import Timeline
 from ...core.schedule.waits import gaps_of, waits_of
 from ..scene import palette
 from ..scene.axis import TimeUnit, format_time
 from ..scene.lanes import chunks_of, compare_lanes, order_note, role_of, sorted_lanes
+from .schedules import Sized, library
 
 FORMAT = "shardproof-page"
 VERSION = 1
@@ -33,33 +34,46 @@ class Extra:
 
 
 def packed(timelines: Sequence[Timeline], extras: Sequence[Extra], time_unit: TimeUnit) -> bytes:
-    """The compressed content of a page: the header's length (uint32, little endian), the header, and columns that begin
-    at multiples of 8 bytes; the same bytes for the same timelines."""
+    """The compressed content of a page of timelines; the same bytes for the same timelines."""
     columns: list[np.ndarray] = []
     entries = [_entry(each, extra, columns) for each, extra in zip(timelines, extras, strict=True)]
     num_chunks = max((entry["num_chunks"] for entry in entries), default=1)
-    header: dict[str, Any] = {
+    return _joined(_header(time_unit, num_chunks, timelines=entries, notes=_notes(timelines, time_unit)), columns)
+
+
+def packed_schedules(schedules: Sequence[Sized]) -> bytes:
+    """The compressed content of a page of schedules."""
+    columns: list[np.ndarray] = []
+    known = library(schedules, columns)
+    num_chunks = max(each.vpp if each.schedule.num_stages > each.pp else 2 for each in schedules)
+    return _joined(_header("unit", num_chunks, timelines=[], notes=[], library=known), columns)
+
+
+def _header(time_unit: TimeUnit, num_chunks: int, **more: Any) -> dict[str, Any]:
+    """What every page knows: names and colours."""
+    return {
         "format": FORMAT,
         "version": VERSION,
         "unit": time_unit,
         "kinds": [kind.name for kind in Kind],
         "names": {kind.name: name for kind, name in palette.NAMES.items()},
-        "compute": sorted(int(kind) for kind in COMPUTE | {Kind.STEP}),
         "fills": {
             kind.name: [palette.fill(kind, chunk, num_chunks) for chunk in range(num_chunks)]
             for kind in Kind
             if kind in palette.FILLS
         },
         "causes": palette.CAUSES,
-        "timelines": entries,
-        "notes": _notes(timelines, time_unit),
-        "columns": [],
+        **more,
     }
-    offset = 0
+
+
+def _joined(header: dict[str, Any], columns: Sequence[np.ndarray]) -> bytes:
+    """The header's length (uint32, little endian), the header, and columns that begin at multiples of 8 bytes."""
+    places, offset = [], 0
     for column in columns:
-        header["columns"].append({"type": column.dtype.name, "offset": offset, "length": len(column)})
+        places.append({"type": column.dtype.name, "offset": offset, "length": len(column)})
         offset += -(-column.nbytes // 8) * 8
-    text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps({**header, "columns": places}, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-(len(text) + 4) % 8)
     parts = [struct.pack("<I", len(text)), text]
     parts += [column.tobytes() + bytes(-column.nbytes % 8) for column in columns]

@@ -10,9 +10,10 @@ from pathlib import Path
 from ...core.base.errors import TimelineError
 from ...core.schedule.timeline import Timeline
 from ..scene.axis import TimeUnit
-from .content import Extra, packed
+from .content import Extra, packed, packed_schedules
+from .schedules import Sized
 
-SCRIPTS = ("unpack.js", "view.js", "rows.js", "paint.js", "main.js")
+SCRIPTS = ("unpack.js", "view.js", "rows.js", "paint.js", "engine.js", "sliders.js", "main.js")
 """In the order in which they build on each other."""
 
 
@@ -24,10 +25,19 @@ def to_html(timelines: Sequence[Timeline], extras: Sequence[Extra] = (), time_un
             raise TimelineError(f"a {each.source} timeline without any span of positive length cannot be drawn.")
     given = [*extras, *(Extra() for _ in timelines[len(extras) :])]
     titles = dict.fromkeys(each.title for each in timelines if each.title)
+    return _document(" / ".join(titles) or "A training step", packed(timelines, given, time_unit))
+
+
+def schedules_to_html(schedules: Sequence[Sized], title: str) -> str:
+    """An HTML document of schedules, whose reader chooses among them and how long actions last."""
+    return _document(title, packed_schedules(schedules))
+
+
+def _document(title: str, content: bytes) -> str:
     parts = {
-        "title": html.escape(" / ".join(titles) or "A training step"),
+        "title": html.escape(title),
         "css": _own("page.css"),
-        "content": base64.b64encode(packed(timelines, given, time_unit)).decode(),
+        "content": base64.b64encode(content).decode(),
         "script": "".join(map(_own, SCRIPTS)),
     }
     document = _own("page.html")

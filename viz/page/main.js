@@ -16,9 +16,29 @@ async function begin() {
 class Page {
   constructor(header) {
     this.header = header;
-    this.view = new View(header);
-    this.view.hash = location.hash;
+    this.frames = []; // milliseconds of script of the last frames
     this.painter = new Painter(element("canvas"), header);
+    if (header.library) {
+      this.sliders = new Sliders(this);
+      return;
+    }
+    this.load();
+  }
+
+  // Shows the timelines that the header has now; where it had others before, the view of them.
+  load() {
+    const { header } = this, isFirst = !this.view;
+    const shares = isFirst ? null : [this.view.lo / this.view.end, this.view.hi / this.view.end];
+    const before = this.view;
+    this.view = new View(header);
+    if (isFirst) this.view.hash = location.hash;
+    else {
+      const { theme, shows, folded, query, scroll, critical } = before;
+      Object.assign(this.view, { theme, shows, folded, query, scroll, critical });
+      this.view.set(shares[0] * this.view.end, shares[1] * this.view.end);
+    }
+    header.mostBytes = undefined;
+    this.painter.known = null;
     this.tracks = header.timelines.map((entry) =>
       entry.ranks.map((_, rank) =>
         entry.tracks[rank].map(({ lane, lo, hi }) => {
@@ -27,10 +47,8 @@ class Page {
         }),
       ),
     );
-    this.frames = []; // milliseconds of script of the last frames
-    this.hover = null;
     this.describe();
-    this.listen();
+    if (isFirst) this.listen();
     this.repaint();
   }
 
@@ -49,6 +67,8 @@ class Page {
     for (const entry of header.timelines) for (const kind of entry.kind) used.add(header.kinds[kind]);
     if (used.delete("OVERLAP_F_B")) used.add("F").add("B");
     const legend = element("legend");
+    legend.replaceChildren();
+    element("findings").replaceChildren();
     for (const kind of Object.keys(header.names)) {
       if (used.has(kind)) legend.append(swatch(header.fills[kind][0], header.names[kind]));
     }
@@ -67,29 +87,29 @@ class Page {
   }
 
   listen() {
-    const canvas = element("canvas"), { view } = this;
+    const canvas = element("canvas"), search = element("search");
     new ResizeObserver(() => this.redraw()).observe(canvas.parentElement);
     addEventListener("hashchange", () => {
       if (location.hash !== this.written) {
-        view.hash = location.hash;
+        this.view.hash = location.hash;
         this.repaint();
       }
     });
     addEventListener("beforeprint", () => {
-      this.before = view.theme;
-      view.theme = "light";
+      this.before = this.view.theme;
+      this.view.theme = "light";
       this.repaint(true);
     });
     addEventListener("afterprint", () => {
-      view.theme = this.before;
+      this.view.theme = this.before;
       this.repaint();
     });
     canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
-      if (event.ctrlKey || event.metaKey) view.zoom(Math.exp(event.deltaY * 0.002), this.painter.timeAt(event.offsetX));
-      else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) view.pan((event.deltaX || event.deltaY) / this.painter.plot);
+      if (event.ctrlKey || event.metaKey) this.view.zoom(Math.exp(event.deltaY * 0.002), this.painter.timeAt(event.offsetX));
+      else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.view.pan((event.deltaX || event.deltaY) / this.painter.plot);
       else if (this.rows.total > this.painter.height - AXIS) this.scrollBy(event.deltaY);
-      else view.zoom(Math.exp(event.deltaY * 0.002), this.painter.timeAt(event.offsetX));
+      else this.view.zoom(Math.exp(event.deltaY * 0.002), this.painter.timeAt(event.offsetX));
       this.redraw();
     }, { passive: false });
     let pressed = null;
@@ -102,7 +122,7 @@ class Page {
         const dx = event.offsetX - pressed.x, dy = event.offsetY - pressed.y;
         if (pressed.moved || Math.abs(dx) + Math.abs(dy) > 3) {
           pressed = { x: event.offsetX, y: event.offsetY, moved: true };
-          view.pan(-dx / this.painter.plot);
+          this.view.pan(-dx / this.painter.plot);
           this.scrollBy(-dy);
           this.redraw();
         }
@@ -116,14 +136,13 @@ class Page {
     });
     canvas.addEventListener("pointerleave", () => this.point(-1, -1));
     canvas.addEventListener("dblclick", (event) => {
-      view.zoom(0.4, this.painter.timeAt(event.offsetX));
+      this.view.zoom(0.4, this.painter.timeAt(event.offsetX));
       this.redraw();
     });
     document.addEventListener("keydown", (event) => this.key(event));
-    const search = element("search");
-    search.value = view.query;
+    search.value = this.view.query;
     search.addEventListener("input", () => {
-      view.query = search.value;
+      this.view.query = search.value;
       this.repaint();
     });
     search.addEventListener("keydown", (event) => {
@@ -132,7 +151,7 @@ class Page {
       else return;
       event.preventDefault();
     });
-    for (const name of Object.keys(view.shows)) element(`show-${name}`).onclick = () => this.toggle(name);
+    for (const name of Object.keys(this.view.shows)) element(`show-${name}`).onclick = () => this.toggle(name);
     element("critical").onclick = () => this.toggleCritical();
     element("theme").onclick = () => this.toggleTheme();
     element("whole").onclick = () => this.whole();
@@ -281,7 +300,7 @@ class Page {
   }
 
   remember() {
-    this.written = this.view.hash;
+    this.written = this.sliders ? `${this.view.hash}&${this.sliders.hash}` : this.view.hash;
     try {
       history.replaceState(null, "", this.written);
     } catch {
@@ -308,7 +327,6 @@ class Page {
   point(x, y) {
     const at = x < 0 ? null : this.at(x, y), tip = element("tip");
     element("canvas").style.cursor = at?.row && x < LABEL ? "pointer" : at?.ref >= 0 ? "default" : "grab";
-    this.hover = at;
     if (!at || at.ref === undefined) {
       tip.hidden = true;
       return;

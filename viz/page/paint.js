@@ -260,7 +260,7 @@ class Painter {
     context.fillStyle = this.muted;
     context.textAlign = "left";
     const peak = peakOf(entry, rank);
-    context.fillText(`peak ${formatBytes(peak.bytes)}`, 20, y + height / 2);
+    context.fillText(`peak ${formatHeld(this.header, peak.bytes)}`, 20, y + height / 2);
     if (peak.time >= view.lo && peak.time <= view.hi) {
       context.beginPath();
       context.arc(this.x(peak.time), place(peak.bytes), 3, 0, 2 * Math.PI);
@@ -399,6 +399,11 @@ function formatTime(header, seconds) {
   const size = Math.abs(seconds);
   const [name, scale] = [["s", 1], ["ms", 1e-3], ["us", 1e-6]].find(([, each]) => size >= each) ?? (size ? ["ns", 1e-9] : ["s", 1]);
   return `${Number((seconds / scale).toPrecision(4))} ${name}`;
+}
+
+// Of a schedule without a model: forwards whose backward is still to come.
+function formatHeld(header, value) {
+  return header.library ? `${value} in flight` : formatBytes(value);
 }
 
 function formatBytes(bytes) {

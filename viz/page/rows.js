@@ -121,7 +121,7 @@ function rowsOf(header, view, tracks) {
         const same = entry.group.filter((first) => first === rank).length;
         if (same > 1) label[0] = `rank ${name} +${same - 1}`;
       }
-      if (both) label.push(entry.source === "predicted" ? "predicted" : "measured");
+      if (both) label.push(entry.source);
       row.label = label;
       let at = y;
       for (const track of tracks[entry.number][rank]) {

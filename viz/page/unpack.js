@@ -20,6 +20,8 @@ async function unpack(text) {
     for (const [name, at] of Object.entries(entry.columns)) entry[name] = columns[at];
     completed(entry);
   });
+  const { library } = header;
+  if (library) for (const [name, at] of Object.entries(library.columns)) library[name] = columns[at];
   return header;
 }
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 from dataclasses import replace
 
 import matplotlib.image
@@ -12,10 +13,15 @@ from helpers.chromium import PROGRAM, Chromium
 from helpers.plans import plan
 from shardproof import build, draw, lower, run_schedule, simulate
 from shardproof.core.base.findings import Finding
+from shardproof.core.commands.cli import main
 from shardproof.core.schedule.action import Kind
 from shardproof.core.schedule.timeline import Timeline
+from shardproof.core.schedule.waits import gaps_of, waits_of
 from shardproof.simulator.engine.critical_path import critical_path
+from shardproof.simulator.engine.graph import build_graph
 from shardproof.viz.page.content import Extra
+from shardproof.viz.page.html import schedules_to_html
+from shardproof.viz.page.schedules import catalog
 from shardproof.viz.scene import palette
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
@@ -234,3 +240,88 @@ def test_a_damaged_page_says_so(browser, full, tmp_path):
     path.write_text(path.read_text().replace('id="content">H4sI', 'id="content">AAAA'))
     browser.open(path)
     assert details(browser).startswith("The page cannot be shown: ")
+
+
+@pytest.fixture(scope="module")
+def all_schedules(browser, tmp_path_factory):
+    """The page of the whole catalog, open, and its schedules."""
+    found = catalog()
+    path = tmp_path_factory.mktemp("pages") / "schedules.html"
+    path.write_text(schedules_to_html(found, "Pipeline schedules"))
+    return found, path
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.full)])
+def test_sliders_put_every_schedule_into_the_engine_s_time(browser, all_schedules, count):
+    found, path = all_schedules
+    browser.errors.clear()
+    browser.open(path)
+    chosen = random.Random(count)
+    names = set()
+    for _ in range(count):
+        at = chosen.randrange(len(found))
+        lasts = {name: round(chosen.uniform(0.1, 3.0), 3) for name in "FIW"} | {"send": chosen.choice([0.0, 0.25, 0.1])}
+        times = browser.run(f"page.sliders.settled({at}, {json.dumps(lasts)}).map((each) => [each.start, each.end])")
+        schedule = found[at].schedule
+        spans = run_schedule(schedule, lasts["F"], lasts["I"], lasts["W"], lasts["send"]).spans
+        expected = np.empty((len(spans), 2))
+        expected[build_graph(schedule).lane_order] = np.stack([spans.start_s, spans.end_s], axis=1)
+        assert np.abs(np.array(times) - expected).max() <= 1e-9, (found[at][:4], lasts)
+        names.add(found[at].name)
+    assert len(names) > 10 and browser.errors == []
+
+
+def test_idle_times_of_a_schedule_have_the_causes_that_python_finds(browser, all_schedules):
+    found, path = all_schedules
+    at = next(i for i, each in enumerate(found) if each[:4] == ("ZBVZeroBubble", 4, 2, 8))
+    number = list(dict.fromkeys(each.name for each in found)).index("ZBVZeroBubble")
+    browser.open(path, f"#schedule={number},4,2,8,&times=1,1.2,0.8,0.25")
+    assert browser.run("page.header.timelines[0].source") == "ZBVZeroBubble"
+    timeline = run_schedule(found[at].schedule, 1, 1.2, 0.8, 0.25)
+    expected = sorted(
+        (gap.global_rank, gap.start_s, gap.end_s, gap.cause) for gap in gaps_of(timeline, waits_of(timeline))
+    )
+    causes = list(palette.CAUSES)
+    gaps = browser.run(
+        "(({ gap_rank, gap_start, gap_end, gap_cause }) => [...gap_rank].map((rank, i) => "
+        "[rank, gap_start[i], gap_end[i], gap_cause[i]]))(page.header.timelines[0])"
+    )
+    mine = sorted((rank, start, end, causes[cause]) for rank, start, end, cause in gaps)
+    assert len(mine) == len(expected) > 4
+    for one, other in zip(mine, expected, strict=True):
+        assert (one[0], one[3]) == (other[0], other[3]) and one[1:3] == pytest.approx(other[1:3])
+
+
+def test_sliders_change_what_is_shown_and_the_address_keeps_them(browser, all_schedules):
+    _, path = all_schedules
+    browser.open(path)
+    browser.run(
+        """(() => {
+          const list = document.getElementById("name-b");
+          list.value = String(page.header.library.names.indexOf("ZBH1"));
+          list.onchange();
+          const slider = document.getElementById("time-W");
+          slider.value = "0.5";
+          slider.oninput();
+        })()"""
+    )
+    browser.settle()
+    state = "page.header.timelines.map((entry) => [entry.source, entry.makespan_s, entry.ranks.length])"
+    shown = browser.run(state)
+    assert (
+        shown[1][0] == "ZBH1"
+        and shown[1][1] == run_schedule(build("ZBH1", pp=4, num_microbatches=8), 1, 1, 0.5).makespan_s
+    )
+    browser.run("page.remember()")
+    browser.open(path, browser.run("location.hash"))
+    assert browser.run(state) == shown
+
+
+def test_a_schedule_of_one_s_own_has_sliders_and_its_findings(browser, tmp_path, capsys):
+    (tmp_path / "two.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert main(["draw", str(tmp_path / "two.csv"), "-o", str(tmp_path / "two.html"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan_s"] == 9
+    browser.open(tmp_path / "two.html")
+    assert browser.run("[page.header.timelines[0].source, page.header.timelines[0].makespan_s]") == ["two", 9]
+    assert browser.run("document.getElementById('sliders').hidden") is False
+    assert browser.run("document.getElementById('size-p').disabled") is True
