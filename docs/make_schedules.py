@@ -16,6 +16,10 @@ from shardproof import Schedule, Timeline, build, draw, lower, run_schedule
 from shardproof.core.schedule import CATALOG
 from shardproof.core.schedule.action import SENDS
 from shardproof.simulator.memory.memory import peak_in_flight
+from shardproof.viz.page.html import schedules_to_html
+from shardproof.viz.page.schedules import catalog
+
+SLIDERS, SLIDERS_TITLE = "schedules.html", "Pipeline schedules"
 
 PP, NUM_MICROBATCHES, VPP = 4, 8, 2
 
@@ -121,6 +125,9 @@ is {3 * NUM_MICROBATCHES} units in every picture. Messages take no time here.
 - *Activations*: the most that a rank holds from F to B (W where the backward is split), in microbatches of 1/p of the model.
 - *Parameters*: copies of the model, over all ranks together.
 - *Messages*: tensors sent between ranks per microbatch, activations and gradients together.
+
+[pictures/schedules.html](pictures/schedules.html), downloaded and opened in a browser, has all of them in many sizes, with
+sliders for the seconds of F, I, W and messages, and two at a time on one axis.
 
 *Measured* numbers come from the event engine running the schedule of the picture, *published* ones from the closed form.
 """
@@ -251,6 +258,14 @@ def write(folder: Path) -> list[Path]:
     return [folder / "schedules.md", *pictures.values()]
 
 
+def write_sliders(folder: Path) -> Path:
+    """pictures/schedules.html under `folder`: the page with sliders, of the whole catalog."""
+    path = folder / "pictures" / SLIDERS
+    path.write_text(schedules_to_html(catalog(), SLIDERS_TITLE), encoding="utf-8")
+    return path
+
+
 if __name__ == "__main__":
-    for path in write(Path(__file__).parent):
+    docs = Path(__file__).parent
+    for path in [*write(docs), write_sliders(docs)]:
         print(path)

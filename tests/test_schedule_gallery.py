@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 import shardproof
+from helpers.pages import content_of, unpacked
 from shardproof import build
 from shardproof.core.schedule import CATALOG
+from shardproof.viz.page.html import document
+from shardproof.viz.page.schedules import catalog
 
 DOCS = Path(shardproof.__file__).parent / "docs"
 
@@ -33,6 +36,22 @@ def test_making_the_page_again_gives_the_same_bytes(gallery, tmp_path):
     assert stale == [], "run python docs/make_schedules.py"
     retained = {path.relative_to(DOCS) for path in (DOCS / "pictures").glob("schedule-*.svg")}
     assert retained == made.keys() - {Path("schedules.md")}, "pictures of schedules that are no longer in the catalog"
+
+
+@pytest.mark.parametrize("names", [("1F1B", "DualPipe"), pytest.param(tuple(CATALOG), marks=pytest.mark.full)], ids=len)
+def test_the_page_with_sliders_has_the_script_and_the_schedules_of_today(gallery, names):
+    committed = (DOCS / "pictures" / gallery.SLIDERS).read_text()
+    assert document(gallery.SLIDERS_TITLE, content_of(committed)) == committed, "run python docs/make_schedules.py"
+    header, columns = unpacked(committed)
+    library = header["library"]
+    entries = {(library["names"][each["name"]], each["p"], each["v"], each["m"]): each for each in library["entries"]}
+    schedules = catalog(names)
+    assert {each[:4] for each in schedules} == {key for key in entries if key[0] in names}
+    for each in schedules:
+        entry = entries[each[:4]]
+        first, last = entry["first"], entry["first"] + sum(entry["lengths"])
+        for name, at in library["columns"].items():
+            assert columns[at][first:last].tolist() == getattr(each.schedule.actions, name).tolist()
 
 
 def test_every_picture_is_below_60_kilobytes():

@@ -25,25 +25,26 @@ def to_html(timelines: Sequence[Timeline], extras: Sequence[Extra] = (), time_un
             raise TimelineError(f"a {each.source} timeline without any span of positive length cannot be drawn.")
     given = [*extras, *(Extra() for _ in timelines[len(extras) :])]
     titles = dict.fromkeys(each.title for each in timelines if each.title)
-    return _document(" / ".join(titles) or "A training step", packed(timelines, given, time_unit))
+    return document(" / ".join(titles) or "A training step", packed(timelines, given, time_unit))
 
 
 def schedules_to_html(schedules: Sequence[Sized], title: str) -> str:
     """An HTML document of schedules, whose reader chooses among them and how long actions last."""
-    return _document(title, packed_schedules(schedules))
+    return document(title, packed_schedules(schedules))
 
 
-def _document(title: str, content: bytes) -> str:
+def document(title: str, content: bytes) -> str:
+    """The HTML of packed content."""
     parts = {
         "title": html.escape(title),
         "css": _own("page.css"),
         "content": base64.b64encode(content).decode(),
         "script": "".join(map(_own, SCRIPTS)),
     }
-    document = _own("page.html")
+    page = _own("page.html")
     for name, text in parts.items():
-        document = document.replace("{{" + name + "}}", text)
-    return document
+        page = page.replace("{{" + name + "}}", text)
+    return page
 
 
 def _own(name: str) -> str:

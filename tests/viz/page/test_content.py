@@ -1,14 +1,10 @@
 """What a page file holds, read back as the page's script reads it."""
 
-import base64
-import gzip
-import json
 import re
-import struct
 
-import numpy as np
 import pytest
 
+from helpers.pages import unpacked
 from shardproof import build, draw, lower, run_schedule
 from shardproof.core.base.errors import TimelineError
 from shardproof.core.base.findings import Finding
@@ -17,16 +13,9 @@ from shardproof.viz.page.content import Extra
 from shardproof.viz.page.html import to_html
 
 
-def unpacked(document):
+def timelines_of(document):
     """The header, and by timeline its columns."""
-    (content,) = re.findall(r'<script type="application/octet-stream" id="content">([^<]*)</script>', document)
-    data = gzip.decompress(base64.b64decode(content))
-    (length,) = struct.unpack_from("<I", data)
-    header = json.loads(data[4 : 4 + length])
-    columns = [
-        np.frombuffer(data, column["type"], column["length"], 4 + length + column["offset"])
-        for column in header["columns"]
-    ]
+    header, columns = unpacked(document)
     return header, [{name: columns[at] for name, at in entry["columns"].items()} for entry in header["timelines"]]
 
 
@@ -36,7 +25,7 @@ def dualpipe():
 
 
 def test_a_page_holds_every_span_with_what_it_waited_for(dualpipe):
-    header, (columns,) = unpacked(to_html([dualpipe], time_unit="unit"))
+    header, (columns,) = timelines_of(to_html([dualpipe], time_unit="unit"))
     spans, known = dualpipe.spans, waits_of(dualpipe)
     (entry,) = header["timelines"]
 
@@ -62,7 +51,7 @@ def test_a_page_holds_every_span_with_what_it_waited_for(dualpipe):
 
 
 def test_gaps_and_spans_of_a_compute_lane_fill_the_step(dualpipe):
-    header, (columns,) = unpacked(to_html([dualpipe]))
+    header, (columns,) = timelines_of(to_html([dualpipe]))
     for rank in range(4):
         own = (columns["rank"] == rank) & (columns["lane"] == 0)
         busy = (columns["end"] - columns["start"])[own].sum()
@@ -81,7 +70,7 @@ def test_the_same_timeline_gives_the_same_bytes_and_nothing_is_loaded_from_elsew
 def test_a_finding_lies_at_its_action(full):
     finding = Finding("some-rule", "error", "rank 1, 1F1", "what", "hint", rank=1, action="1F1")
     nowhere = Finding("other-rule", "warning", "rank 9", "what", rank=9, action="1F1")
-    header, (columns,) = unpacked(to_html([full], [Extra(2**33, (finding, nowhere))]))
+    header, (columns,) = timelines_of(to_html([full], [Extra(2**33, (finding, nowhere))]))
     entry = header["timelines"][0]
     at = entry["findings"][0]["span"]
     assert (columns["rank"][at], columns["stage"][at], columns["microbatch"][at], columns["kind"][at]) == (1, 1, 1, 0)
