@@ -25,6 +25,7 @@ from ..core.commands.options import (
 )
 from ..core.schedule.schedule import Schedule, read_csv
 from ..core.schedule.timeline import Timeline
+from ..core.schedule.traces import load
 from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
 from .page.content import Extra
 from .page.html import schedules_to_html
@@ -39,7 +40,11 @@ GRAPH_SUFFIX = ".graphml"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds PLAN, the plan options and those of the picture."""
-    add_plan(parser, "a plan.toml (simulated), a schedule .csv (unit costs) or a recorded .timeline.json")
+    add_plan(
+        parser,
+        "a plan.toml (simulated), a schedule .csv (unit costs), a recorded .timeline.json, or a profiler's trace or "
+        "folder of traces",
+    )
     add_durations(parser)
     group = parser.add_argument_group("picture")
     group.add_argument(
@@ -183,10 +188,10 @@ def summary(timeline: Timeline) -> dict[str, Any]:
 def _read(args: argparse.Namespace, *, on_page: bool) -> tuple[Timeline, TimeUnit, Extra]:
     """The timeline that PLAN and the options mean, whether its times are seconds, and what a page says besides."""
     name = args.plan or ""
-    if name.endswith((".csv", ".json", ".json.gz")):
+    if name.endswith((".csv", ".json", ".json.gz")) or (name and Path(name).is_dir()):
         _check_alone(args)
         if not name.endswith(".csv"):
-            return Timeline.load(name), "s", Extra()
+            return load(name), "s", Extra()
         return service("run_schedule")(read_csv(name)), "unit", Extra()
     simulation = service("simulate")(read_any_plan(args), durations=read_durations(args))
     found = _findings(simulation.run.graph.schedule) if on_page else ()

@@ -28,7 +28,7 @@ class Waits:
 
     def of(self, span: int) -> list[int]:
         """The spans that one waited for."""
-        return self.sources[self.offsets[span] : self.offsets[span + 1]].tolist()  # type: ignore[no-any-return]
+        return self.sources[self.offsets[span] : self.offsets[span + 1]].tolist()
 
 
 class Gap(NamedTuple):
@@ -110,7 +110,7 @@ def _lane(spans: Spans, global_rank: int, lane: str) -> list[int]:
     if lane not in spans.lanes:
         return []
     found = np.flatnonzero((spans.global_rank == global_rank) & (spans.lane == spans.lanes.index(lane)))
-    return found[np.lexsort((spans.end_s[found], spans.start_s[found]))].tolist()  # type: ignore[no-any-return]
+    return found[np.lexsort((spans.end_s[found], spans.start_s[found]))].tolist()
 
 
 def _lane_pairs(spans: Spans) -> np.ndarray:

@@ -1,0 +1,176 @@
+"""Traces of profilers as timelines: our own read back, torch's by their annotations, and files that are neither."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardproof import build, draw, lower, run_schedule
+from shardproof.core.base.errors import TimelineError
+from shardproof.core.schedule.timeline import Timeline
+from shardproof.core.schedule.traces import load
+
+
+def event(name, start, end, category="user_annotation", thread=7):
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "ts": start, "dur": end - start}
+
+
+def written(folder, rank, events, **more):
+    document = {"traceEvents": events, "distributedInfo": {"rank": rank}, **more}
+    path = folder / f"trace_{rank}.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(document).encode()))
+    return path
+
+
+def test_a_trace_of_ours_is_the_timeline_it_was_made_of(tmp_path):
+    timeline = run_schedule(lower(build("DualPipe", pp=4, num_microbatches=8)), send_s=0.25)
+    again = load(draw(timeline, tmp_path / "step.json.gz"))
+
+    def times(of):
+        return {(s.global_rank, s.lane, str(s.action)): (s.start_s, s.end_s) for s in of.spans}
+
+    expected = {key: pytest.approx(value, abs=1e-9) for key, value in times(timeline).items()}
+    assert len(again.spans) == len(timeline.spans) and times(again) == expected
+
+
+def test_a_recorded_timeline_is_still_one(tmp_path):
+    timeline = run_schedule(lower(build("1F1B", pp=2, num_microbatches=2)))
+    timeline.save(tmp_path / "run.timeline.json")
+    assert load(tmp_path / "run.timeline.json").to_json() == timeline.to_json()
+
+
+def test_the_last_whole_step_of_torch_s_annotations_without_the_waits_inside_of_them(tmp_path):
+    """Two steps of two stages, and a third that was cut off; a forward waits for its input before it computes."""
+
+    def step(at):
+        return [
+            event("PP:1RECV_F0", at, at + 1),
+            event("PP:1F0", at + 1, at + 20),
+            event("c10d::recv_", at + 2, at + 11, "cpu_op"),
+            event("aten::mm", at + 12, at + 15, "cpu_op"),
+            event("aten::add", at + 16, at + 18, "cpu_op"),
+            event("aten::mm", at + 3, at + 5, "cpu_op", thread=8),
+            event("PP:1B0", at + 20, at + 30),
+            event("PP:1SEND_B0", at + 30, at + 31),
+        ]
+
+    written(tmp_path, 1, [*step(0), *step(100), *step(200)[:2]], baseTimeNanoseconds=10**18 + 5000)
+    written(
+        tmp_path,
+        0,
+        [
+            event("PP:0F0", 100, 106),
+            event("PP:0SEND_F0", 106, 107),
+            event("PP:0RECV_B0", 140, 141),
+            event("PP:0B0", 141, 150),
+        ],
+        baseTimeNanoseconds=10**18,
+    )
+    timeline = load(tmp_path)
+    spans = {
+        (s.global_rank, str(s.action)): (s.lane, round(s.start_s * 1e6, 3), round(s.end_s * 1e6, 3))
+        for s in timeline.spans
+    }
+    assert spans == {
+        (0, "0F0"): ("compute", 0, 6),
+        (0, "0SEND_F0"): ("F>1", 6, 7),
+        (0, "0RECV_B0"): ("B<1", 40, 41),
+        (0, "0B0"): ("compute", 41, 50),
+        (1, "1RECV_F0"): ("F<0", 5, 6),
+        (1, "1F0"): ("compute", 17, 23),  # 5 microseconds later by its clock's base; from its first product on
+        (1, "1B0"): ("compute", 25, 35),
+        (1, "1SEND_B0"): ("B>0", 35, 36),
+    }
+    assert timeline.source == "measured"
+
+
+def test_annotations_of_a_device_count_before_those_of_the_host(tmp_path):
+    events = [event("PP:0F0", 0, 5), event("PP:0F0", 8, 19, "gpu_user_annotation")]
+    (span,) = load(written(tmp_path, 3, events)).spans
+    assert (span.global_rank, span.end_s - span.start_s) == (3, pytest.approx(11e-6))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no .json or .json.gz in this folder"),
+        ({"a.json": "[1]"}, "not a recorded timeline"),
+        ({"a.json": "{"}, "this is not JSON"),
+        ({"a.json": '{"traceEvents": []}'}, "no event names an action, such as PP:2F3"),
+        ({"a.json": '{"traceEvents": [{"ph": "X", "name": 5}]}'}, "an event has no name, ts or dur"),
+        ({"a.json": '{"traceEvents": []}', "b.json": "{}"}, "b.json: this is no trace"),
+        (dict.fromkeys(("a.json", "b.json"), '{"traceEvents": [], "distributedInfo": {"rank": 1}}'), "of rank 1 too"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_what_to_do(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(TimelineError, match=message):
+        load(tmp_path if len(files) != 1 else tmp_path / "a.json")
+
+
+RUN = """
+import sys, time, json, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.profiler import ProfilerActivity, profile
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+busy = []
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    def forward(self, x):
+        start = time.perf_counter()
+        y = self.net(x)
+        busy.append(time.perf_counter() - start)
+        return y
+stages = [PipelineStage(Timed(), rank + 2 * i, 4, torch.device("cpu")) for i in range(2)]
+for stage in stages:
+    backward = stage.backward_one_chunk
+    def timed(*args, backward=backward, **options):
+        start = time.perf_counter()
+        backward(*args, **options)
+        busy.append(time.perf_counter() - start)
+    stage.backward_one_chunk = timed
+schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=lambda y, t: ((y - t) ** 2).mean())
+x = torch.randn(4 * 128, 512)
+def step():
+    schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == 1 else {}))
+step()
+with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    dist.barrier()
+    busy.clear()
+    start = time.perf_counter()
+    step()
+    ended = time.perf_counter()
+profiler.export_chrome_trace(f"{folder}/traces/{rank}.json.gz")
+json.dump([sum(busy), ended - start], open(f"{folder}/{rank}.own", "w"))
+dist.barrier()
+"""
+
+
+@pytest.mark.full
+def test_a_run_of_torch_s_pipelining_has_the_bubble_that_its_own_clock_says(tmp_path):
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "run.py").write_text(RUN)
+    ranks = [
+        subprocess.Popen([sys.executable, tmp_path / "run.py", str(rank), str(tmp_path)], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=240)
+        assert rank.returncode == 0, said.decode()
+    timeline = load(tmp_path / "traces")
+    assert timeline.global_ranks == (0, 1)
+    kinds = {str(span.action)[1:2] for span in timeline.spans if span.lane == "compute"}
+    assert kinds == {"F", "B"} and sum(span.lane == "compute" for span in timeline.spans) == 2 * 2 * 2 * 4
+    for rank in range(2):
+        busy_s, step_s = json.loads((tmp_path / f"{rank}.own").read_text())
+        assert timeline.busy_s(rank) / step_s == pytest.approx(busy_s / step_s, abs=0.02)
+    assert isinstance(timeline, Timeline) and Path(draw(timeline, tmp_path / "run.html")).exists()
