@@ -195,7 +195,8 @@ def _read(args: argparse.Namespace, *, on_page: bool) -> tuple[Timeline, TimeUni
         return service("run_schedule")(read_csv(name)), "unit", Extra()
     simulation = service("simulate")(read_any_plan(args), durations=read_durations(args))
     found = _findings(simulation.run.graph.schedule) if on_page else ()
-    return simulation.timeline, "s", Extra(simulation.report["capacity_bytes"], found)
+    peaks = tuple(each.components() for each in simulation.memory)
+    return simulation.timeline, "s", Extra(simulation.report["capacity_bytes"], found, peaks)
 
 
 def _check_alone(args: argparse.Namespace) -> None:

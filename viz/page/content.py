@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,12 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Extra:
-    """What is known of a timeline besides its spans: usable bytes of a device, and findings, whose ranks are places
-    among the timeline's ranks."""
+    """What is known of a timeline besides its spans: usable bytes of a device; findings, whose ranks are places among
+    the timeline's ranks; by such a place the bytes at the rank's peak by component."""
 
     capacity_bytes: int | None = None
     findings: tuple[Finding, ...] = ()
+    peaks: tuple[Mapping[str, int], ...] = ()
 
 
 def packed(timelines: Sequence[Timeline], extras: Sequence[Extra], time_unit: TimeUnit) -> bytes:
@@ -117,6 +118,7 @@ def _entry(timeline: Timeline, extra: Extra, columns: list[np.ndarray]) -> dict[
         "num_spans": len(spans),
         "num_chunks": int(max(chunk.max(initial=0), pair_chunk.max(initial=0))) + 1,
         "capacity_bytes": extra.capacity_bytes,
+        "components": [dict(each) for each in extra.peaks],
         "findings": [_finding(each, number, timeline) for each in extra.findings],
         "columns": {
             "rank": column(rank_place[order], "int32"),

@@ -315,6 +315,9 @@ class Page {
     const height = y - AXIS + view.scroll;
     const row = this.rows.find((each) => height >= each.y && height < each.y + each.height);
     if (!row) return null;
+    if (row.memory && x >= LABEL && height >= row.memory.y && height < row.memory.y + row.memory.height) {
+      return { row, time: painter.timeAt(x) };
+    }
     const place = row.tracks.find((each) => height >= each.y && height < each.y + each.height + 1);
     if (!place || x < LABEL) return { row };
     const { track } = place, time = painter.timeAt(x), slack = (2 * (view.hi - view.lo)) / painter.plot;
@@ -327,11 +330,12 @@ class Page {
   point(x, y) {
     const at = x < 0 ? null : this.at(x, y), tip = element("tip");
     element("canvas").style.cursor = at?.row && x < LABEL ? "pointer" : at?.ref >= 0 ? "default" : "grab";
-    if (!at || at.ref === undefined) {
+    if (!at || (at.ref === undefined && at.time === undefined)) {
       tip.hidden = true;
       return;
     }
-    tip.replaceChildren(...this.words(at.row.entry, at.ref).map((line) => Object.assign(document.createElement("div"), { textContent: line })));
+    const lines = at.time === undefined ? this.words(at.row.entry, at.ref) : this.memoryWords(at.row, at.time);
+    tip.replaceChildren(...lines.map((line) => Object.assign(document.createElement("div"), { textContent: line })));
     tip.hidden = false;
     const { width, height } = tip.getBoundingClientRect();
     tip.style.left = `${Math.min(x + 14, this.painter.width - width - 4)}px`;
@@ -364,6 +368,22 @@ class Page {
       lines.push(`${theirs.source}: ${time(length)} from ${time(theirs.start[other])}${change}`);
     }
     for (const finding of entry.findings) if (finding.span === ref) lines.push(`${finding.severity}: ${finding.rule}: ${finding.what}`);
+    return lines;
+  }
+
+  // What is said of a rank's memory at a time.
+  memoryWords({ entry, rank, name }, time) {
+    const { header } = this, { lo, hi } = entry.samples[rank], peak = peakOf(entry, rank);
+    let now = 0;
+    for (let i = lo; i < hi && entry.memory_time[i] <= time; i++) now = entry.memory_bytes[i];
+    const during = peak.span >= 0 ? ` during ${token(header, entry, peak.span)}` : "";
+    const lines = [
+      `rank ${name} holds ${formatHeld(header, now)} at ${formatTime(header, time)}`,
+      `at most ${formatHeld(header, peak.bytes)}${during}, at ${formatTime(header, peak.time)}`,
+    ];
+    const parts = Object.entries(entry.components[rank] ?? {}).filter(([, bytes]) => bytes > 0);
+    if (parts.length) lines.push(`then ${parts.map(([part, bytes]) => `${part} ${formatBytes(bytes)}`).join(", ")}`);
+    if (entry.capacity_bytes) lines.push(`usable: ${formatBytes(entry.capacity_bytes)}`);
     return lines;
   }
 

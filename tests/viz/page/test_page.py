@@ -105,6 +105,19 @@ def test_pointing_at_an_action_says_what_it_is_and_a_click_what_it_waited_for(op
     assert browser.run("page.view.chosen") is None
 
 
+def test_pointing_at_memory_says_what_is_held_and_what_the_peak_is_made_of(opened, step):
+    held = [each.components() for each in step.memory]
+    browser = opened(step.timeline, extras=[Extra(step.report["capacity_bytes"], peaks=tuple(held))])
+    left, y = browser.run(
+        "(({ left, top }) => [left, top + 30 + page.rows[1].memory.y + 20])"
+        "(document.getElementById('canvas').getBoundingClientRect())"
+    )
+    browser.mouse("mouseMoved", left + 700, y)
+    browser.settle()
+    tip = browser.run("document.getElementById('tip').textContent")
+    assert tip.startswith("rank 2 holds ") and "at most" in tip and "then weights " in tip and "usable: " in tip
+
+
 def test_an_idle_time_says_its_cause(opened, step):
     browser = opened(step.timeline)
     words = browser.run(
