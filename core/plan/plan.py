@@ -35,6 +35,7 @@ from .build import plan_sections
 from .build_modules import modular_sections
 from .communicators import Communicators
 from .module import Module, ModuleLayout
+from .rates import Rates
 from .rules import broken_rules
 from .schedule_choice import chosen_placement, microbatch_multiple
 from .sections import (
@@ -207,6 +208,11 @@ class Plan:
         return microbatch_counts(
             self.batch.global_size, self.batch.micro_size, self.layout.dp, microbatch_multiple(self.schedule)
         )
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Learning rate and weight decay of each step."""
+        return Rates.of(self.optimizer, self.train, self.batch)
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
