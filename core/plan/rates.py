@@ -1,7 +1,7 @@
 """The learning rate and the weight decay of every step of a run, as functions of the number of the step alone.
 
-The formulas are those of Megatron-Core's `OptimizerParamScheduler`, which counts in samples; here the plan chooses what is
-counted. A step uses the rate for what was counted before it: the first one that for 0.
+The formulas are those of Megatron-Core's `OptimizerParamScheduler`, which counts in samples; here the plan chooses
+what is counted. A step uses the rate for what was counted before it: the first one that for 0.
 """
 
 from __future__ import annotations

@@ -198,6 +198,11 @@ class Batch(Bounded, section="batch"):
         "what the thresholds of schedule count", default="samples", read_by="core.plan.batch_sizes"
     )
 
+    @property
+    def stays(self) -> bool:
+        """True when every step has the same batch."""
+        return self.rampup is None and self.schedule is None
+
 
 @noun()
 class Precision(Bounded, section="precision"):

@@ -283,7 +283,7 @@ class Captured:
             yield "what is left of the moment before", beta * old
             yield "what the gradient of this step adds", now - beta * old
         elif key.phase == WEIGHT and self._has(before):
-            decay = _decay(plan, old) if _decays(plan, key.tensor) else np.zeros_like(old)
+            decay = _decay(plan, key.step, old) if _decays(plan, key.tensor) else np.zeros_like(old)
             yield "the weight decay", decay
             yield "the update", now - old - decay
         elif (operands := [key._replace(tensor=each) for each in _operands(key)]) and all(map(self._has, operands)):
@@ -298,7 +298,7 @@ class Captured:
         if key.phase not in (WEIGHT, GATHERED):
             yield "the values of the step before", "stale", old
         elif key.phase == WEIGHT and not _decays(plan, key.tensor):
-            yield "a weight decay that it does not have", "scaled", _decay(plan, old)
+            yield "a weight decay that it does not have", "scaled", _decay(plan, key.step, old)
 
     def _has(self, key: Key) -> bool:
         return key in self.right.pieces and self.right.pieces[key][0].stored is not None
@@ -343,9 +343,9 @@ def _decays(plan: Plan, name: str) -> bool:
     return any(each.decay for each in parameters(plan.model) if each.name == name)
 
 
-def _decay(plan: Plan, old: np.ndarray) -> np.ndarray:
+def _decay(plan: Plan, step: int, old: np.ndarray) -> np.ndarray:
     """What weight decay adds to weights (Loshchilov & Hutter 2019, algorithm 2)."""
-    return -plan.train.learning_rate * plan.optimizer.weight_decay * old
+    return -plan.rates.learning_rate(step) * plan.rates.weight_decay(step) * old
 
 
 def _dtype(plan: Plan, key: Key) -> str:

@@ -133,7 +133,7 @@ def experts_see_equal_microbatches(layout: Layout, batch: Batch, model: ModelSpe
     if not any(len({layout.coordinates(rank)["dp"] for rank in group}) > 1 for group in layout.expert_groups("tp-ep")):
         return
     per_round = batch.micro_size * layout.dp
-    if counts := uneven.pop(batch.global_size, None):
+    if counts := uneven.pop(batch.global_size, ()):
         yield (
             f"etp*ep={layout.expert_tp * layout.ep} spreads experts over data-parallel ranks, which send them tokens "
             "in every "
