@@ -44,9 +44,10 @@ def _unsupported(plan: Plan) -> list[str]:
         )
         if wrong
     ]
-    problems += _unsupported_pairs(plan)
+    sizes = [plan.of_size(size) for size in sizes_of(plan.batch)]
+    problems += [problem for each in sizes for problem in _unsupported_pairs(each)]
     problems += unknown_ids(plan)
-    return problems + _unsupported_schedule(plan)
+    return problems + [problem for each in sizes for problem in _unsupported_schedule(each)]
 
 
 def _unsupported_joins(plan: ModularPlan) -> Iterator[str]:
