@@ -20,9 +20,10 @@ def title_of(plan: AnyPlan, num_parameters: int) -> str:
     extras = [f"zero {layout.zero}"] if layout.zero else []
     extras += ["sequence parallel"] if layout.sequence_parallel else []
     extras += [f"recompute {plan.recompute.mode}"] if plan.recompute.mode != "none" else []
+    last = "" if plan.batch.stays else ", the last batch of a run in which they change"
     several = "es" if plan.num_microbatches > 1 else ""
     microbatches = (
-        f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
+        f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens{last}"
     )
     return (
         f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} devices of "

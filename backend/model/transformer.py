@@ -34,10 +34,10 @@ from ..tensor_parallel import (
 from ..tensor_parallel.exchange import ExpertGroups
 from ..transport.base import Group
 from .block import BlockFactory, TransformerBlock, make_blocks, run_layer
+from .experts import Experts
 from .multi_token import MultiTokenPrediction, multiplied
 from .own_block import check_names
 from .router import Router
-from .experts import Experts
 from .soft_cap import soft_capped
 
 

@@ -99,10 +99,10 @@ class Rates:
         return start + made * (end - start)
 
     @property
-    def recorded(self) -> dict[str, float]:
+    def recorded(self) -> dict[str, int]:
         """What the keys of `[optimizer]` come to that depend on the length of the run, where a schedule has them: by
         key. Runs of other lengths have the same rates where these are equal."""
-        found: dict[str, float] = {}
+        found: dict[str, int] = {}
         if self.optimizer.schedule != "constant":
             found["decay_steps"] = self.decay_end
         if self.optimizer.weight_decay_schedule != "constant":

@@ -68,7 +68,9 @@ def captured_keys(plan: Plan, steps: int) -> frozenset[Key]:
                 for sample in range(plan.of_step(step).batch.global_size)
             }
     for phase, names in ((ACTIVATION, activation_names(plan)), (ACTIVATION_GRADIENT, gradient_names(plan))):
-        found |= {Key(steps - 1, phase, name, sample) for name in names for sample in samples_checked(plan.of_step(steps - 1))}
+        found |= {
+            Key(steps - 1, phase, name, sample) for name in names for sample in samples_checked(plan.of_step(steps - 1))
+        }
     return frozenset(found)
 
 
