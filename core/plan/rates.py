@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .batch_sizes import samples_before
 from .sections import Batch, Optimizer, Train
@@ -108,3 +108,14 @@ class Rates:
         if self.optimizer.weight_decay_schedule != "constant":
             found["weight_decay_steps"] = self.weight_decay_end
         return found
+
+    @property
+    def fixed(self) -> Optimizer:
+        """The section of the plan with the ends of its schedules written down: it means the same in a run of another
+        length, or of other batches."""
+        ends = self.recorded
+        return replace(
+            self.optimizer,
+            decay_steps=ends.get("decay_steps") or self.optimizer.decay_steps,
+            weight_decay_steps=ends.get("weight_decay_steps") or self.optimizer.weight_decay_steps,
+        )

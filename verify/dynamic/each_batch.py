@@ -22,8 +22,6 @@ def through_batches(plan: Plan, steps: int) -> tuple[Plan, list[str]]:
     listed = " ".join(f"{begin}:{size}" for begin, size in zip(begins, chosen, strict=True))
     key = "schedule" if plan.batch.rampup is None else "rampup"
     batch = replace(plan.batch, rampup=None, schedule=listed, schedule_unit="samples")
-    changed = replace(
-        plan, batch=batch, optimizer=replace(plan.optimizer, **{key: n for key, n in plan.rates.recorded.items() if n})
-    )
+    changed = replace(plan, batch=batch, optimizer=plan.rates.fixed)
     what = f"batch.{key} -> schedule = {listed!r}"
     return changed, [f"{what}: so {steps} steps run {len(chosen)} of the {len(sizes)} batches that training has."]

@@ -270,7 +270,7 @@ def _shrink(plan: Plan, most_ranks: int) -> Plan:
         layout=layout,
         batch=Batch(global_size=micro * num_microbatches * layout.dp, micro_size=micro, sequence=sequence),
         # rates stay as they are, whatever the batches that they count
-        optimizer=replace(plan.optimizer, **{name: end for name, end in plan.rates.recorded.items() if end}),
+        optimizer=plan.rates.fixed,
         data_parallel=replace(plan.data_parallel, shard=_small_shard(plan, layout)),
         numerics=Numerics(
             "exact", gradient_token_block=TOKEN_BLOCK // (2 if parts else 1), reduction_token_block=TOKEN_BLOCK // 2

@@ -59,7 +59,8 @@ def test_the_twin_of_a_large_plan_keeps_its_rates():
     rates = Optimizer(schedule="linear", counted_in="samples", warmup_steps=375_000)
     large = Plan.from_toml(
         '[model]\npreset = "gpt3-175b"\n[cluster]\npreset = "dgx-a100-80g"\nnum_devices = 1024\n'
-        "[layout]\ntp = 8\npp = 8\n[batch]\nglobal = 1536\nrampup = [32, 32, 5859375]\nsequence = 2048\n[train]\nsteps = 100000\n"
+        "[layout]\ntp = 8\npp = 8\n[batch]\nglobal = 1536\n"
+        "rampup = [32, 32, 5859375]\nsequence = 2048\n[train]\nsteps = 100000\n"
     )
     large = replace(large, optimizer=rates)
     small, changes = twin(large)
