@@ -192,7 +192,7 @@ def _read_wsd(reading: Reading, unit: str) -> None:
 
 
 def _put_length(reading: Reading, key: str, given: int | None, flag: str, unit: str, size: int | None) -> None:
-    """How long a schedule is: as the flag says, else as long as the run, which a plan need not be told."""
+    """How long a schedule is: as the flag says, else as long as the run, which a plan need not say."""
     if given is not None:
         reading.put(key, given, flag)
     elif unit == "samples" and size and (samples := reading.integer("--train-samples")):
