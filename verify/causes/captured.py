@@ -132,7 +132,7 @@ class Captured:
 
     def _related(self, key: Key, piece: Piece, axes: Sequence[str]) -> Relation:
         """By itself: among its own elements, those of other samples and steps, and other tensors."""
-        part = self.plan.part_of(piece.global_rank)
+        part = self.plan.part_of(piece.global_rank).of_step(max(0, key.step))
         evidence = Evidence(
             before=earlier(key, piece, self.wrong),
             others=self._others(key, piece),
@@ -210,7 +210,8 @@ class Captured:
         """By the numbers of tokens that ranks, microbatches and samples count."""
         if key.phase not in (SCALAR, GRADIENT, ACTIVATION_GRADIENT):
             return None
-        plan, (parts, values) = self.plan.part_of(piece.global_rank), self._parts_of_mean(key, piece)
+        plan = self.plan.part_of(piece.global_rank).of_step(max(0, key.step))
+        parts, values = self._parts_of_mean(key, piece)
         expected, found = part_of(self._whole(key), piece.region).astype(np.float64), piece.load()
         counted = [part for part, value in self._token_losses(key) if value]
         if not parts or not counted:
@@ -244,7 +245,7 @@ class Captured:
         return [(Part(sample, (at, at + 1)), value) for sample, at, value in values]
 
     def _explained(self, key: Key, piece: Piece, axes: Sequence[str]) -> tuple[Class, str] | None:
-        plan = self.plan.part_of(piece.global_rank)
+        plan = self.plan.part_of(piece.global_rank).of_step(max(0, key.step))
         if key.phase == SCALAR:
             return self._explained_scalar(plan, key, piece)
         expected, found = part_of(self._whole(key), piece.region), piece.load()

@@ -10,17 +10,18 @@ from helpers.plans import training_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.batch_sizes import batch_at
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Optimizer
+from shardproof.core.plan.sections import DataParallel, Numerics, Offload, Optimizer, Precision, Runtime
 from shardproof.verify.dynamic.each_batch import through_batches
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.dynamic.twin import twin
 from shardproof.verify.symbolic.static import prove_static
 
 
-def tiny(layout: Layout | None = None, *, samples: int = 8, optimizer: Optimizer | None = None, **batch) -> Plan:
-    plan = training_plan(
-        layout, samples=samples, sequence=16, gradient_token_block=4, optimizer=optimizer or Optimizer()
-    )
+def tiny(
+    layout: Layout | None = None, *, samples: int = 8, optimizer: Optimizer | None = None, options=None, **batch
+) -> Plan:
+    common = {"samples": samples, "sequence": 16, "gradient_token_block": 4, "optimizer": optimizer or Optimizer()}
+    plan = training_plan(layout, **{**common, **(options or {})})
     return replace(plan, batch=replace(plan.batch, **batch))
 
 
@@ -32,6 +33,41 @@ def test_two_steps_prove_the_first_and_the_last_batch_of_a_long_ramp_and_a_rate_
         "batch.rampup -> schedule = '0:2 2:8': so 2 steps run 2 of the 4 batches that training has.",
     )
     assert "The schedule of ranks with 1 microbatches is right, too." in proof.static.text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout, options",
+    [
+        pytest.param(Layout(dp=2, zero=1), {"data_parallel": DataParallel(None, True)}, id="late"),
+        pytest.param(
+            Layout(pp=2, dp=2, ep=2),
+            {"model": "tiny-moe", "schedule": "Combined1F1B", "runtime": Runtime(ep_comm_overlap=True)},
+            id="pairs",
+        ),
+        pytest.param(
+            Layout(tp=2, dp=2),
+            {"model": "tiny-llama", "runtime": Runtime(trim_padding=True), "padded": True, "ignore_token": 32},
+            id="trimmed",
+        ),
+        pytest.param(
+            Layout(dp=2, zero=1),
+            {"precision": Precision("bf16"), "offload": Offload(1, 1.0, masters=True)},
+            id="offloaded-bf16",
+        ),
+        pytest.param(Layout(dp=2, zero=2), {"numerics": Numerics("fast")}, id="fast-zero2"),
+    ],
+)
+def test_what_else_a_run_has_goes_with_a_ramp(layout, options):
+    proof = prove(tiny(layout, options=options, rampup=(4, 2, 12)), transport="memory", steps=4)
+    assert proof.ok and proof.report["bits_different"] == 0
+
+
+@pytest.mark.full
+def test_torchs_own_sharding_goes_with_a_ramp():
+    torch_sharded = {"numerics": Numerics("fast"), "data_parallel": DataParallel(library="torch")}
+    proof = prove(tiny(Layout(dp=2, zero=3), options=torch_sharded, rampup=(4, 4, 8)), steps=3)
+    assert proof.ok and proof.report["fast"]["tensors_outside"] == 0
 
 
 @pytest.mark.parametrize(
