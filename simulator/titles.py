@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from ..core.base.units import format_count
 from ..core.plan.plan import AnyPlan, ModularPlan
+from ..core.plan.sections import Batch
+
+
+def of_last_batch(batch: Batch) -> str:
+    """What is to be said of numbers about a step where steps have other batches; empty where they have not."""
+    return "" if batch.stays else " (the last of the batches)"
 
 
 def title_of(plan: AnyPlan, num_parameters: int) -> str:
@@ -20,11 +26,8 @@ def title_of(plan: AnyPlan, num_parameters: int) -> str:
     extras = [f"zero {layout.zero}"] if layout.zero else []
     extras += ["sequence parallel"] if layout.sequence_parallel else []
     extras += [f"recompute {plan.recompute.mode}"] if plan.recompute.mode != "none" else []
-    last = "" if plan.batch.stays else ", the last batch of a run in which they change"
     several = "es" if plan.num_microbatches > 1 else ""
-    microbatches = (
-        f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens{last}"
-    )
+    microbatches = f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens{of_last_batch(plan.batch)}"
     return (
         f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} devices of "
         f"{plan.cluster.name}\n"
