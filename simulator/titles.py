@@ -27,7 +27,10 @@ def title_of(plan: AnyPlan, num_parameters: int) -> str:
     extras += ["sequence parallel"] if layout.sequence_parallel else []
     extras += [f"recompute {plan.recompute.mode}"] if plan.recompute.mode != "none" else []
     several = "es" if plan.num_microbatches > 1 else ""
-    microbatches = f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens{of_last_batch(plan.batch)}"
+    microbatches = (
+        f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
+        f"{of_last_batch(plan.batch)}"
+    )
     return (
         f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} devices of "
         f"{plan.cluster.name}\n"

@@ -15,10 +15,10 @@ TEXT = """\
 preset = "tiny-llama"
 [cluster]
 preset = "dgx-h100"
-num_devices = 8
+num_devices = 4
 [layout]
 pp = 2
-dp = 4
+dp = 2
 [batch]
 global = 32
 sequence = 64
@@ -43,7 +43,7 @@ def test_the_prediction_is_that_of_the_last_batch():
 
 
 def test_a_search_leaves_out_layouts_that_the_first_batch_does_not_suit(tmp_path, capsys):
-    free = TEXT.replace("[layout]\npp = 2\ndp = 4\n", "")
+    free = TEXT.replace("[layout]\npp = 2\ndp = 2\n", "")
     largest = []
     for text in (free, free + "rampup = [2, 2, 1000]\n"):
         (tmp_path / "plan.toml").write_text(text)
