@@ -113,7 +113,7 @@ def batch_after(batch: Batch, consumed: int) -> int:
 def sizes_of(batch: Batch) -> tuple[int, ...]:
     """The different batches that a run may have, the last one, `batch.global`, first; those of a list that is wrong are
     left out."""
-    if complaints(batch):
+    if batch.stays or complaints(batch):
         return (batch.global_size,)
     begins = _begins(batch.global_size, batch.rampup, batch.schedule, batch.schedule_unit, batch.sequence)
     return tuple(dict.fromkeys((batch.global_size, *(size for _, size in begins))))

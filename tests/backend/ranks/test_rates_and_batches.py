@@ -35,6 +35,7 @@ from shardproof.core.plan.sections import (
     ScheduleChoice,
     Train,
 )
+from shardproof.verify.matrix.modules import plans
 
 STEPS, SAVED = 4, 2
 RATES = Optimizer(
@@ -246,6 +247,12 @@ def test_a_checkpoint_of_a_version_without_ramps_is_no_beginning_of_one(tmp_path
 )
 def test_what_is_not_run_with_changing_batches_is_said(plan, what):
     assert any(what in problem for problem in unsupported(plan))
+
+
+def test_modules_with_changing_batches_are_refused():
+    _, plan = next(iter(plans()))
+    changing = replace(plan, batch=replace(plan.batch, rampup=(1, 1, 10)))
+    assert unsupported(plan) == [] and any("batch.rampup with [[modules]]" in each for each in unsupported(changing))
 
 
 def test_the_list_is_followed_as_it_is_written():
