@@ -239,7 +239,8 @@ def _run_text(plan: Plan) -> str:
         f"{name}{plan.model.name}: {format_count(plan.num_parameters)} parameters on {layout.world_size} ranks "
         f"(tp={layout.tp} pp={layout.pp} vpp={layout.vpp} dp={layout.dp}{zero}), {plan.num_microbatches} "
         "microbatches of "
-        f"{plan.batch.micro_size} x {plan.batch.sequence} tokens per replica, "
+        f"{plan.batch.micro_size} x {plan.batch.sequence} tokens per replica"
+        f"{'' if plan.batch.stays else ' (the last of the batches)'}, "
         f"{plan.schedule.file or plan.schedule.name}, "
         f"{plan.numerics.mode} numerics, {plan.train.steps} steps on {plan.train.data}"
     )

@@ -223,7 +223,7 @@ class Trainer:
 
     def _result(self, rank: RankResult) -> TrainResult:
         timed = rank.steps[1:] or rank.steps
-        tokens = len(timed) * self.plan.batch.global_size * self.plan.batch.sequence
+        tokens = sum(step.num_tokens for step in timed)
         return TrainResult(
             steps=len(rank.steps),
             losses=tuple(step.loss for step in rank.steps),

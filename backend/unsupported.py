@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from ..core.plan.plan import AnyPlan, ModularPlan, Plan
+from ..core.plan.batch_sizes import sizes_of
+from ..core.plan.plan import AnyPlan, ModularPlan, ModulePlan, Plan
 from ..core.plan.schedule_choice import named_schedule
 from ..core.plan.schedule_of import schedule_for
 from ..core.plan.sections import ScheduleChoice
@@ -34,6 +35,7 @@ def _unsupported(plan: Plan) -> list[str]:
                 f"precision.dtype={plan.precision.dtype!r}",
                 'precision.dtype="bf16", "fp16" or "fp32"',
             ),
+            *_unsupported_batches(plan),
             *_unsupported_sharding(plan),
             *_unsupported_torch(plan),
             *_unsupported_overlap(plan),
@@ -42,9 +44,10 @@ def _unsupported(plan: Plan) -> list[str]:
         )
         if wrong
     ]
-    problems += _unsupported_pairs(plan)
+    sizes = [plan.of_size(size) for size in sizes_of(plan.batch)]
+    problems += [problem for each in sizes for problem in _unsupported_pairs(each)]
     problems += unknown_ids(plan)
-    return problems + _unsupported_schedule(plan)
+    return problems + [problem for each in sizes for problem in _unsupported_schedule(each)]
 
 
 def _unsupported_joins(plan: ModularPlan) -> Iterator[str]:
@@ -62,6 +65,22 @@ def _unsupported_joins(plan: ModularPlan) -> Iterator[str]:
             "the backend does not run runtime.trim_padding=true with [[modules]] yet, whose bridges carry whole "
             "sequences. Use false."
         )
+
+
+def _unsupported_batches(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    """`(wrong, what, instead)` of batches that change."""
+    if plan.batch.stays:
+        return
+    key = "batch.schedule" if plan.batch.rampup is None else "batch.rampup"
+    yield isinstance(plan, ModulePlan), f"{key} with [[modules]]", f"one batch.global, without {key}"
+    yield bool(plan.runtime.cuda_graphs), f"runtime.cuda_graphs=true with {key}", "false"
+    sharded = {sums_are_sharded(plan.of_size(size)) for size in sizes_of(plan.batch)}
+    yield (
+        len(sharded) > 1,
+        f"layout.zero={plan.layout.zero} in fast numerics with {key}, of which some batches are equally many "
+        "microbatches on all data-parallel ranks and others are not",
+        "multiples of batch.micro * layout.dp",
+    )
 
 
 def _unsupported_sharding(plan: Plan) -> Iterator[tuple[bool, str, str]]:

@@ -31,6 +31,7 @@ from .search.progress import watching
 from .search.question import OBJECTIVES, Question
 from .search.search import REASONS, search
 from .search.why import reasons
+from .titles import of_last_batch
 
 SHORT_KEYS = {"micro": "batch.micro", "recompute": "recompute.mode", "schedule": "schedule.name", **SHORT}
 """What --fix takes besides whole keys and those of [layout]."""
@@ -145,7 +146,7 @@ def _title(of: SearchSpace | Plan) -> str:
     batch = of.batch
     return (
         f"{of.model.name} on {of.cluster.num_devices} devices of {of.cluster.name}, {batch.global_size} x "
-        f"{batch.sequence} tokens"
+        f"{batch.sequence} tokens{of_last_batch(batch)}"
     )
 
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from ..core.base.units import format_count
 from ..core.plan.plan import AnyPlan, ModularPlan
+from ..core.plan.sections import Batch
+
+
+def of_last_batch(batch: Batch) -> str:
+    """What is to be said of numbers about a step where steps have other batches; empty where they have not."""
+    return "" if batch.stays else " (the last of the batches)"
 
 
 def title_of(plan: AnyPlan, num_parameters: int) -> str:
@@ -23,6 +29,7 @@ def title_of(plan: AnyPlan, num_parameters: int) -> str:
     several = "es" if plan.num_microbatches > 1 else ""
     microbatches = (
         f"{plan.num_microbatches} microbatch{several} of {plan.batch.micro_size} x {plan.batch.sequence} tokens"
+        f"{of_last_batch(plan.batch)}"
     )
     return (
         f"{plan.model.name} ({format_count(num_parameters)} parameters) on {layout.world_size} devices of "

@@ -54,7 +54,8 @@ class Held:
 
 
 class ShardedAdamW:
-    """AdamW (Loshchilov & Hutter 2019) over what one rank holds; weight decay follows `Parameter.decay`."""
+    """AdamW (Loshchilov & Hutter 2019) over what one rank holds; weight decay follows `Parameter.decay`.
+    `learning_rate` and `weight_decay` are those of the next step, and may be set before any."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class ShardedAdamW:
         self.held = tuple(held)
         self._device = None if copies is None else copies.device
         self.learning_rate = learning_rate
+        self.weight_decay = choice.weight_decay
         self._choice = choice
         self._updated = {id(one.tensor): _by_rows(one.tensor) for one in self.held}
         self._states: dict[int, dict[str, Tensor]] = {}
@@ -168,7 +170,7 @@ class ShardedAdamW:
             beta1=first,
             beta2=second,
             lr=self.learning_rate,
-            weight_decay=self._choice.weight_decay * decay,
+            weight_decay=self.weight_decay * decay,
             eps=self._choice.eps,
             maximize=False,
         )

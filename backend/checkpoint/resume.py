@@ -18,6 +18,7 @@ from typing import Any
 from ...core.base.errors import PlanError
 from ...core.layout.recorded_numerics import PRODUCTS, RecordedNumerics
 from ...core.model.huggingface_config import TRAINING_FIELDS
+from ...core.plan.batch_sizes import samples_before
 from ...core.plan.plan import AnyPlan, recorded_numerics
 from ...core.plan.sections import NO_PRODUCTS
 from .whole import quick_damages, read_state
@@ -113,6 +114,12 @@ def changes_since(plan: AnyPlan, saved: Saved) -> tuple[str, ...]:
                 for difference in refused
             ]
         )
+    samples = samples_before(plan.batch, saved.steps)
+    if (had := saved.state.get("samples", samples)) != samples:  # versions without batches that change say nothing else
+        raise PlanError(
+            f"{saved.path} was saved after {had} samples, but by this plan its {saved.steps} steps take {samples}. Use "
+            "the batches that it was saved with, or another checkpoint.folder."
+        )
     otherwise = _differences(plan, theirs, lambda section, name: not _must_be_equal(section, name))
     return (*otherwise, *_other_numerics(plan, saved))
 
@@ -171,9 +178,12 @@ def problem_of(plan: AnyPlan) -> dict[str, dict[str, Any]]:
     }
     sections: dict[str, dict[str, Any]] = {
         "model": models,
-        "batch": {"global": plan.batch.global_size, "sequence": plan.batch.sequence},
+        "batch": {
+            "global": plan.batch.global_size,
+            **{name: value for name, value in asdict(plan.batch).items() if name not in ("global_size", "micro_size")},
+        },
         "precision": asdict(plan.precision),
-        "optimizer": asdict(plan.optimizer),
+        "optimizer": {**asdict(plan.optimizer), **plan.parts[0].rates.recorded},
         "train": {
             name: value
             for name, value in asdict(plan.train).items()

@@ -20,6 +20,7 @@ import torch
 
 from ...core.base.errors import PlanError
 from ...core.base.files import write_text
+from ...core.plan.batch_sizes import samples_before
 from ...core.plan.plan import AnyPlan, recorded_numerics
 from ..base.environment import environment
 from ..data.corpus import Corpus
@@ -192,11 +193,10 @@ class Checkpoints:
         self._remove_old(path)
 
     def _state(self, steps: int) -> dict[str, Any]:
-        samples = steps * self._plan.batch.global_size
         return {
             "format": STATE_FORMAT,
             "steps": steps,
-            "samples": samples,
+            "samples": samples_before(self._plan.batch, steps),
             "text": self._text,
             "problem": problem_of(self._plan),
             "numerics": recorded_numerics(self._plan, environment(self._device)).to_json(),

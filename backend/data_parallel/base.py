@@ -98,6 +98,10 @@ class DataParallel(ABC):
         """Brings fp32 weights in host memory, after they have changed there, to where updates leave them."""
         return
 
+    def begin_batches_of(self, num_microbatches: int) -> None:
+        """From here on this rank has so many microbatches in a step."""
+        return
+
     @abstractmethod
     def gather(self) -> None:
         """UNSHARD: brings the weights that layers compute with together, where they rest in parts (ZeRO 3)."""

@@ -136,6 +136,9 @@ class TorchShardedStage(DataParallel):
         optimizer has changed."""
         self.free()
 
+    def begin_batches_of(self, num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
+
     def gather(self) -> None:
         for each in self._units:
             each.unshard()

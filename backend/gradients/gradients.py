@@ -138,6 +138,14 @@ class Gradients:
         self._looked_at: set[str] = set()
         self._not_finite: list[not_finite.Found] = []
 
+    def begin_batches_of(self, num_samples: int) -> None:
+        """From here on global batches have so many samples. A step is finished, and the next one has not begun."""
+        self._num_samples = num_samples
+        if self._cp is not None:
+            self._context = ContextGradients(self._cp, num_samples)
+        if self._numerics.mode == "exact":  # fast sums are the same for any batch, and may lie in rooms of their own
+            self._start_empty()
+
     def register(self, usage: Usage, shape: torch.Size, owned: OwnedPart | None = None) -> None:
         """Starts a sum for the uses of a parameter, of which this rank holds a part of `shape`; with `owned` this rank
         contributes only that part of it, of its tokens or heads."""

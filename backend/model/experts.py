@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...core.model.blocks import layer_prefix
+from ...core.plan.plan import Plan
 from ..numerics import Numerics
 from ..tensor_parallel import LayerContext, WholeLinear, recomputed
 from ..tensor_parallel.exchange import Exchange, Outgoing, TokenExchange
@@ -82,6 +83,10 @@ class Experts(nn.Module):
         self.exchange = TokenExchange(context.plan, context.experts, context.numerics.device)
         self.up = ExpertUp(context, f"{prefix}.experts.up")
         self.down = ExpertDown(context, f"{prefix}.experts.down")
+
+    def begin_batches_of(self, plan: Plan) -> None:
+        """From here on tokens come from ranks with the samples that `plan` gives them."""
+        self.exchange = TokenExchange(plan, self.context.experts, self.context.numerics.device)
 
     def forward(self, x_BSH: Tensor, routing: Routing) -> Tensor:
         context, experts_BSK, weights_BSK = self.context, routing.experts_BSK, routing.weights_BSK

@@ -34,6 +34,7 @@ from ..tensor_parallel import (
 from ..tensor_parallel.exchange import ExpertGroups
 from ..transport.base import Group
 from .block import BlockFactory, TransformerBlock, make_blocks, run_layer
+from .experts import Experts
 from .multi_token import MultiTokenPrediction, multiplied
 from .own_block import check_names
 from .router import Router
@@ -107,6 +108,14 @@ class Stage(nn.Module):
     def routers(self) -> list[Router]:
         """The routers of the layers with experts, in layer order."""
         return [module for module in self.modules() if isinstance(module, Router)]
+
+    def begin_batches_of(self, plan: Plan) -> None:
+        """From here on global batches are those of `plan`, which is this stage's but for that."""
+        self.context.plan = plan
+        self.gradients.begin_batches_of(plan.batch.global_size)
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.begin_batches_of(plan)
 
     def finish_gradients(self, microbatch: Microbatch) -> None:
         """Called when all weight gradients of a microbatch are computed."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...core.plan.batch_sizes import samples_before
 from ...core.plan.plan import Plan
 from ..base.microbatch import Microbatch
 from ..data.corpus import Corpus
@@ -29,9 +30,16 @@ class Batches:
 
     def __init__(self, plan: Plan, mesh: Mesh, transport: Transport):
         self._plan = plan
+        self._sizes = plan.batch
         self._mesh = mesh
         self._transport = transport
         self.corpus = Corpus.load(plan.train.data) if mesh.coordinates["tp"] == 0 else None
+        self.num_counted = self.num_tokens
+
+    def begin_batches_of(self, plan: Plan) -> None:
+        """From here on global batches are those of `plan`; which samples a step begins with is still said by the whole
+        run's."""
+        self._plan = plan
         self.num_counted = self.num_tokens
 
     @property
@@ -41,7 +49,7 @@ class Batches:
 
     def training(self, step: int, loss_scale: float) -> list[Microbatch]:
         """The microbatches of the global batch `step`, whose losses are multiplied by `loss_scale`."""
-        plan, before = self._plan, step * self._plan.batch.global_size
+        plan, before = self._plan, samples_before(self._sizes, step)
 
         def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
             samples = before + lo, before + hi, plan.batch.sequence, plan.train.seed

@@ -39,6 +39,11 @@ class Totals:
         self._modules = modules
         self._num_tokens = plan.batch.global_size * plan.batch.sequence
 
+    def begin_batches_of(self, plan: Plan) -> None:
+        """From here on sums are over the global batches of `plan`."""
+        self._plan = plan
+        self._num_tokens = plan.batch.global_size * plan.batch.sequence
+
     def norm(self, held: Sequence[Held], gradients: Sequence[Tensor]) -> Tensor:
         """The norm of the whole gradient, every element of the model once. `gradients` are those of
         `held`, in its order."""

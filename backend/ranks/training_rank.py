@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...core.base.errors import DivergedError
 from ...core.model.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
+from ...core.plan.batch_sizes import sizes_of
 from ...core.plan.plan import Plan
 from ...core.plan.schedule_of import schedule_for
 from ...core.program import EXPERT_BIAS
@@ -85,7 +86,9 @@ class TrainingRank:
     ):
         """`numerics` replaces the plan's own: that is where a verifier puts a fault. `joined` ties the plan's
         model to other modules."""
-        self.plan = plan
+        self._run = plan
+        # that of the steps which go on: of the largest batch until one begins
+        self.plan = plan = plan.of_size(max(sizes_of(plan.batch)))
         self.transport = transport
         graphed = check_graphs(plan, transport)
         later = ShownLater(observer) if graphed and observer is not None else None
@@ -133,11 +136,12 @@ class TrainingRank:
         self.optimizer = ShardedAdamW(
             self._held(),
             plan.optimizer,
-            plan.train.learning_rate,
+            plan.rates.learning_rate(0),
             copies=self.copies,
             offloaded=plan.offload.optimizer,
         )
-        self.batches = Batches(plan, self.mesh, transport)
+        self.batches = Batches(self._run, self.mesh, transport)
+        self.batches.begin_batches_of(plan)
         modules = None if joined is None else joined.world
         self.totals = Totals(
             plan, self.mesh, self.numerics, list(self.stages.values()), transport.recorder, modules=modules
@@ -159,10 +163,10 @@ class TrainingRank:
         self.layer_graphs = LayerGraphs(transport.device, warmup_steps, observer=later) if by_layer else None
         transport.before_end += [each.close for each in (self.graphs, self.layer_graphs) if each is not None]
         shape = (plan.batch.micro_size, last - first, plan.model.hidden_size)
-        self.executor = Executor(
-            schedule if joined is None else joined.schedule,
-            pp_rank,
-            self.stages,
+        self._new_executor = functools.partial(
+            Executor,
+            pp_rank=pp_rank,
+            stages=self.stages,
             channel=functools.partial(self._line, joined),
             message_shape=functools.partial(whole_shape, plan.model.hidden_size)
             if plan.runtime.trim_padding
@@ -177,6 +181,9 @@ class TrainingRank:
             row_order=row_order_of(plan.runtime),
             graphs=self.graphs,
         )
+        self.executor = self._new_executor(schedule if joined is None else joined.schedule)
+        # By global batch, of those that steps had.
+        self._executors = {plan.batch.global_size: self.executor}
         if self.layer_graphs is not None:
             self._capture_layers(self.layer_graphs)
         self.loss_scale = LossScale.of(plan.precision)
@@ -231,6 +238,7 @@ class TrainingRank:
         Raises `DivergedError` when the loss or the gradient norm is not finite; the weights are
         then those before the step.
         """
+        self.begin_batches_of(step)
         if self.observer is not None:
             self.observer.begin_step(step)
         self.transport.watch.phase = f"step {step + 1}"
@@ -258,11 +266,14 @@ class TrainingRank:
             mtp_loss=mtp_loss,
             loss_scale=scale,
             skipped=not math.isfinite(norm),
+            learning_rate=self.optimizer.learning_rate,
+            num_microbatches=self.plan.num_microbatches,
         )
         return result, trace.spans
 
     def evaluate(self) -> float:
         """Mean loss per token of the first held-out global batch, by the forwards of the same pipeline."""
+        self.begin_batches_of(None)
         batch = self.batches.validation()
         self.transport.watch.phase = VALIDATION
         with self._evaluating(), self._walk("validation"):
@@ -276,6 +287,26 @@ class TrainingRank:
         if self.observer is not None:
             self.observer.scalar("validation_loss", loss)
         return loss
+
+    def begin_batches_of(self, step: int | None) -> None:
+        """From here on global batches have the size of those of a step, or of held-out data (None): what depends on it
+        is made anew, and nothing else."""
+        run = self._run
+        plan = run.of_size(run.batch.global_size) if step is None else run.of_step(step)
+        if plan.batch.global_size == self.plan.batch.global_size:
+            return
+        self.plan = plan
+        num_microbatches = plan.microbatches_of(self.mesh.coordinates["dp"])
+        self.batches.begin_batches_of(plan)
+        self.totals.begin_batches_of(plan)
+        for stage, module in self.stages.items():
+            module.begin_batches_of(plan)
+            self.data_parallel[stage].begin_batches_of(num_microbatches)
+        size = plan.batch.global_size
+        if size not in self._executors:
+            self._executors[size] = self._new_executor(lower(schedule_for(plan, num_microbatches)))
+        self.executor = self._executors[size]
+        self.transport.watch.walks(self.executor.row)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -462,6 +493,8 @@ class TrainingRank:
         if observed is not None:
             numbers = self._read(step, totals, gradients)
             observed.computed(self.optimizer, gradients, share, numbers, skipped=self._is_borne(numbers))
+        rates = self._run.rates
+        self.optimizer.learning_rate, self.optimizer.weight_decay = rates.learning_rate(step), rates.weight_decay(step)
         self.optimizer.step(gradients, share * clip_coefficient(norm, self.plan.optimizer.clip_grad_norm), skip)
         updated = observed is not None and math.isfinite(numbers[1])
         if observed is not None:

@@ -12,6 +12,7 @@ from .account import Imported, Request
 from .bridge_attention import put_scores, put_turned, put_windows
 from .bridge_layout import put_layout
 from .bridge_numbers import put_batch, put_numbers
+from .bridge_rates import put_rates
 from .bridge_table import TABLE, YARN
 from .table import Sheet
 from .written import parse_yaml, settings_of
@@ -49,6 +50,7 @@ def account(request: Request) -> Imported:
     put_batch(sheet)
     put_numbers(sheet)
     sheet.put_same()
+    put_rates(sheet)
     if request.model:
         sheet.values.pop("model", None)
     return sheet.imported("bridge", "")

@@ -8,6 +8,7 @@ optimizer/optimizer_config.py of Megatron-LM.
 
 from __future__ import annotations
 
+from .bridge_rates import ROWS
 from .bridge_usual import REST
 from .table import Kind, Row, index, same, unless
 
@@ -250,13 +251,6 @@ RUNTIME = (
 TRAIN = (
     Row("train.micro_batch_size", "mapped", "batch.micro", default=1, kind=int),
     Row("train.global_batch_size", "mapped", "batch.global", kind=int),
-    Row(
-        "train.rampup_batch_size",
-        "not-modelled",
-        None,
-        "steps grow; modelled are those of the whole batch",
-        plain=(None,),
-    ),
     Row("dataset.sequence_length", "mapped", "batch.sequence", kind=int),
     Row("dataset.seq_length", "mapped", "batch.sequence", kind=int),
     Row("train.train_iters", "mapped", "train.steps", kind=int),
@@ -286,5 +280,5 @@ TRAIN = (
     Row("peft.*", "refused", None, "adapters train a part of the weights only"),
 )
 
-TABLE = index(MODEL, LAYOUT, RUNTIME, TRAIN, REST)
+TABLE = index(MODEL, LAYOUT, RUNTIME, TRAIN, ROWS, REST)
 """Section and name -> row. `_target_` names classes, which are never made."""

@@ -156,13 +156,6 @@ _ROWS = (
     ),
     *quiet("", "optimizer.*", "it counts with other optimizers, offloading or use_precision_aware_optimizer only"),
     *quiet("", "mixed_precision.*", "the same stands among the settings of model, ddp and optimizer"),
-    *quiet(
-        "scheduler",
-        "lr_decay_style lr_warmup_iters",
-        "the plan's learning rate is constant: weights differ, time and memory do not",
-        "not-modelled",
-    ),
-    *quiet("", "scheduler.*", "a detail of the learning rate's course, which is not modelled (lr_decay_style)"),
     *quiet("", "comm_overlap.* ddp.*", _SENT, "not-modelled"),
     *quiet("", "comm_overlap", _SENT),
     *quiet(
@@ -240,12 +233,7 @@ defaults of what is off."""
 
 def _with_usual(row: Row) -> Row:
     """A setting of kernels and exchanges, which says nothing where it has its usual value."""
-    if (
-        row.status != "not-modelled"
-        or row.plain is not None
-        or row.flag.endswith("*")
-        or row.flag.startswith("scheduler.")
-    ):
+    if row.status != "not-modelled" or row.plain is not None or row.flag.endswith("*"):
         return row
     usual = (None, *_USUAL.get(row.flag, (False,)))
     return replace(row, plain=usual, plain_why="its usual value, as modelled")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .account import Imported, Request
+from .deepspeed_rates import ROWS, put_rates
 from .table import Kind, Row, Sheet, index, quiet, unless
 from .written import json_settings
 
@@ -53,12 +54,7 @@ TABLE = index(
         "which kernel updates weights",
         "not-modelled",
     ),
-    *quiet(
-        "",
-        "scheduler.*",
-        "the plan's learning rate is constant: weights differ, time and memory do not",
-        "not-modelled",
-    ),
+    *ROWS,
     *quiet(
         "zero_optimization",
         "allgather_bucket_size allgather_partitions reduce_bucket_size reduce_scatter stage3_max_live_parameters "
@@ -169,6 +165,7 @@ def account(request: Request) -> Imported:
     auto = [each for each in written if each.value == _AUTO]
     sheet = Sheet(TABLE, [each for each in written if each.value != _AUTO], request.source, "DeepSpeed")
     _put_all(sheet, request)
+    put_rates(sheet, filled_in=any(each.flag.startswith("scheduler.") for each in auto))
     for each in auto:
         sheet.leave(each, "auto: the trainer fills it in; options of the plan say it here")
     return sheet.imported("deepspeed", "")

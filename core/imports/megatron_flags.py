@@ -135,6 +135,10 @@ no-scatter-gather-tensors-in-pipeline@2.5-0.17 use-flash-attn use-flash-attn-v2 
 transformer-impl= enable-cuda-graph@0.10 external-cuda-graph@0.12 cuda-graph-impl=@0.15
 high-priority-stream-groups=+@0.13 enable-zero-bubble zero-bubble-v-schedule zero-bubble-v-schedule-mem-setup=
 enable-zbh1-pipeline deepspeed
+lr-decay-style= lr-decay-iters= lr-decay-samples= min-lr= lr-warmup-fraction= lr-warmup-iters= lr-warmup-samples=
+lr-warmup-init= start-weight-decay= end-weight-decay= weight-decay-incr-style= lr-wsd-decay-samples=@0.8
+lr-wsd-decay-iters=@0.8 lr-wsd-decay-style=@0.8 rampup-batch-size=3 decrease-batch-size-if-needed@0.9
+step-batch-size-schedule=@0.18
 """
 """Flags without their dashes, with `=` and how many values they take, `@` and the releases that have them."""
 

@@ -11,6 +11,7 @@ from .megatron_command import LAUNCHER, training_command
 from .megatron_layout import read_layout
 from .megatron_model import read_model
 from .megatron_occurrences import TrainingCommand
+from .megatron_rates import read_batches, read_length, read_rates
 from .megatron_reading import Reading, detected_version
 from .megatron_runtime import read_runtime
 
@@ -47,6 +48,7 @@ def imported_from(request: Request) -> Imported:
     read_layout(reading, model, devices)
     _batch(reading, devices)
     read_runtime(reading, release=request.version)
+    read_rates(reading, _value(reading, "batch", "global"))
     _cluster(reading, devices)
     settings = (*_launcher(command, request), *reading.finish())
     return Imported(
@@ -101,10 +103,13 @@ def _launcher(command: TrainingCommand, request: Request) -> list[Setting]:
 def _batch(reading: Reading, devices: int | None) -> None:
     """Sequences of a step, and how many steps there are."""
     micro = _value(reading, "batch", "micro")
-    size = reading.integer("--global-batch-size")
-    if size is None and not reading.is_written("--global-batch-size") and micro is not None and devices is not None:
+    size, replicas = reading.integer("--global-batch-size"), None
+    if devices is not None:
         degrees = [_value(reading, "layout", axis) or 1 for axis in ("tp", "pp", "cp")]
-        size = micro * max(1, devices // math.prod(degrees))
+        replicas = max(1, devices // math.prod(degrees))
+    if size is None and not reading.is_written("--global-batch-size") and micro is not None and replicas is not None:
+        size = micro * replicas
+    size = read_batches(reading, size, replicas)
     if size is not None:
         reading.put(
             "batch.global",
@@ -116,10 +121,7 @@ def _batch(reading: Reading, devices: int | None) -> None:
         reading.refuse("--micro-batch-size", "", 0, "it is not given, and Megatron needs it", "batch.micro")
     if not reading.is_written("--seq-length"):
         reading.refuse("--seq-length", "", 0, "it is not given, and Megatron needs it", "batch.sequence")
-    if (steps := _quietly(reading, "--train-iters")) is not None:
-        reading.put("train.steps", steps, "--train-iters")
-    elif (samples := _quietly(reading, "--train-samples")) is not None and size:
-        reading.put("train.steps", samples // size, "--train-samples", why="samples over the global batch")
+    read_length(reading, size)
     beta1, beta2 = reading.number("--adam-beta1"), reading.number("--adam-beta2")
     betas = (0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2)
     reading.put("optimizer.betas", list(betas), "--adam-beta1", "--adam-beta2")
@@ -130,14 +132,6 @@ def _batch(reading: Reading, devices: int | None) -> None:
             reading.say(
                 "--optimizer", "refused", "the optimizer of a plan is AdamW (Megatron's adam)", "optimizer.name"
             )
-
-
-def _quietly(reading: Reading, flag: str) -> int | None:
-    """A number that is not needed: one that is not known is left out."""
-    if reading.is_written(flag) and reading.last[flag].unknown:
-        reading.say(flag, "no-effect", "how long a run trains does not change a step, and it is not known here")
-        return None
-    return reading.integer(flag)
 
 
 def _value(reading: Reading, section: str, key: str) -> int | None:

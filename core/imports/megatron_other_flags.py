@@ -282,10 +282,7 @@ kitchen-attention-backend=:sdpa@0.16 fp4-quantizer-factory=@0.16 moe-latent-size
         "not-modelled",
         "the plan keeps its learning rate and weight decay",
         """
-lr-decay-style=:linear lr-decay-iters= min-lr=:0.0 warmup= lr-decay-samples= lr-warmup-fraction= lr-warmup-iters=:0
-lr-warmup-samples=:0 start-weight-decay= end-weight-decay= weight-decay-incr-style=:constant lr-warmup-init=:0.0
-decoupled-lr=@0.6 decoupled-min-lr=@0.6 lr-wsd-decay-samples=@0.8 lr-wsd-decay-iters=@0.8
-lr-wsd-decay-style=:exponential@0.8 apply-wd-to-qk-layernorm@0.16 no-weight-decay-cond-type=@0.16
+warmup= decoupled-lr=@0.6 decoupled-min-lr=@0.6 apply-wd-to-qk-layernorm@0.16 no-weight-decay-cond-type=@0.16
 """,
     ),
     (
@@ -294,13 +291,6 @@ lr-wsd-decay-style=:exponential@0.8 apply-wd-to-qk-layernorm@0.16 no-weight-deca
         """
 init-method-std=:0.02 use-cpu-initialization init-method-xavier-uniform te-rng-tracker@0.11
 init-model-with-meta-device@0.12 embedding-init-method-std=@0.14
-""",
-    ),
-    (
-        "not-modelled",
-        "batches grow over the first steps: the plan is of the full batch",
-        """
-rampup-batch-size=3 decrease-batch-size-if-needed@0.9 step-batch-size-schedule=@0.18
 """,
     ),
     (

@@ -19,6 +19,7 @@ from .exported import Exported
 from .megatron_attention import attention_lines
 from .megatron_flags import UNDER, Direct
 from .megatron_meaning import imported_from
+from .megatron_rates import rate_lines
 
 FILE = "pretrain.sh"
 
@@ -108,7 +109,7 @@ def _rows(plan: Plan, rows: tuple[Direct, ...]) -> Iterator[Line]:
         if row.kind in ("on", "off"):
             if value == (row.kind == "on"):
                 yield (row.flag,)
-        elif key.required or value != (key.default if row.default is None else row.default):
+        elif key.required or row.flag == "--lr" or value != (key.default if row.default is None else row.default):
             yield row.flag, value
 
 
@@ -232,7 +233,7 @@ def _context(plan: Plan) -> Iterator[Line]:
 
 def _batch(plan: Plan) -> Iterator[Line]:
     yield "--global-batch-size", plan.batch.global_size
-    yield "--train-iters", plan.train.steps
+    yield from rate_lines(plan)
     yield "--adam-beta1", plan.optimizer.betas[0]
     yield "--adam-beta2", plan.optimizer.betas[1]
     rows, tp = plan.model.vocab_size, plan.layout.tp

@@ -139,6 +139,7 @@ SPELLINGS = {
     "training.batch_size": "training.local_batch_size",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
     "training.warmup_pct": "lr_scheduler.warmup_pct",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "training.max_context_length": "training.seq_len",
     "training.seed": "debug.seed",
     "training.deterministic": "debug.deterministic",

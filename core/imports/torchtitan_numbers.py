@@ -6,6 +6,7 @@ from ..base.errors import did_you_mean
 from .table import Sheet
 from .torchtitan_degrees import Degrees
 from .torchtitan_pipeline import MULTI, NAME, TOKENS, VEES, is_old
+from .torchtitan_rates import put_rates
 
 F8, MX = "quantize.linear.float8", "quantize.linear.mx"
 CONVERTERS = "model.converters"
@@ -26,6 +27,7 @@ def put_numbers(sheet: Sheet, degrees: Degrees, stages: list[int], *, has_expert
     _put_recompute(sheet, degrees.pp, stages)
     _put_compile(sheet, degrees, has_experts=has_experts)
     _put_optimizer(sheet)
+    put_rates(sheet)
     _put_checkpoint(sheet)
     for flag in ("experimental.custom_import", "experimental.custom_args_module", "experimental.custom_model_path"):
         _say_imported(sheet, flag)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from .table import Row, index, quiet, same
 from .torchtitan_apart import APART
+from .torchtitan_rates import ROWS
 
 _WEIGHTS = "weights and data are read or written by the plan's own [train] and [checkpoint]; no step changes"
 _LIBRARY = "kernels are chosen by the profile"
@@ -157,12 +158,7 @@ _TRAINING = (
     ),
     Row("training.dtype", "mapped", "precision.dtype", default="float32", kind=str, choices=("bfloat16", "float32")),
     Row("training.disable_cuda_graphs", "mapped", "runtime.cuda_graphs", default=None, kind=bool),
-    *quiet(
-        "lr_scheduler",
-        "warmup_steps total_steps decay_ratio decay_type min_lr_factor lr_min warmup_pct",
-        "the plan's learning rate is constant: weights differ, time and memory do not",
-        "not-modelled",
-    ),
+    *ROWS,
     *quiet(
         "training",
         "dataset dataset_path",

@@ -19,6 +19,7 @@ from .torchtitan_meaning import account
 from .torchtitan_models import MODELS
 from .torchtitan_numbers import F8, MX, stages_of
 from .torchtitan_pipeline import MULTI, SINGLE, VEES
+from .torchtitan_rates import rate_settings
 from .torchtitan_table import TABLE
 
 FILE = "torchtitan.toml"
@@ -84,6 +85,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, Any]]:
         if row.same and row.key is not None:
             section, _, name = row.key.partition(".")
             yield row.flag, getattr(sections[section], name)
+    yield from rate_settings(plan)
     yield "optimizer.beta1", plan.optimizer.betas[0]
     yield "optimizer.beta2", plan.optimizer.betas[1]
     if plan.checkpoint.folder is not None:

@@ -31,10 +31,12 @@ from ..machine.variation import Variation
 from ..model.model import ModelSpec
 from ..model.parameters import Parameter, expert_biases
 from ..schedule.placement import Placement
+from .batch_sizes import batch_at
 from .build import plan_sections
 from .build_modules import modular_sections
 from .communicators import Communicators
 from .module import Module, ModuleLayout
+from .rates import Rates
 from .rules import broken_rules
 from .schedule_choice import chosen_placement, microbatch_multiple
 from .sections import (
@@ -207,6 +209,29 @@ class Plan:
         return microbatch_counts(
             self.batch.global_size, self.batch.micro_size, self.layout.dp, microbatch_multiple(self.schedule)
         )
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Learning rate and weight decay of each step."""
+        return Rates.of(self.optimizer, self.train, self.batch)
+
+    def of_step(self, step: int) -> Plan:
+        """What a step runs, counted from 0: this plan where every step has the same batch, else one with that of the
+        step, which knows of no other."""
+        return self if self.batch.stays else self.of_size(batch_at(self.batch, step))
+
+    def of_size(self, global_size: int) -> Plan:
+        """The same with every global batch of a size among `sizes_of(self.batch)`; its rates are those of this plan."""
+        if self.batch.stays:
+            assert global_size == self.batch.global_size, f"all batches have {self.batch.global_size} sequences"
+            return self
+        key = ("of_size", global_size)
+        if key not in self.memo:
+            made = object.__new__(type(self))
+            made.__dict__.update({entry.name: getattr(self, entry.name) for entry in fields(self)}, rates=self.rates)
+            made.__dict__["batch"] = Batch(global_size, self.batch.micro_size, self.batch.sequence)
+            self.memo[key] = made
+        return cast("Plan", self.memo[key])
 
     @cached_property
     def memo(self) -> dict[Any, Any]:

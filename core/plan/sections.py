@@ -172,6 +172,36 @@ class Batch(Bounded, section="batch"):
         "sequences per microbatch", key="micro", minimum=1, bound=SEQUENCES, default_note="1", read_by="core.plan.plan"
     )
     sequence: int = option("tokens per sequence", minimum=1, bound=TOKENS, read_by="core.program.tensors")
+    _: KW_ONLY
+    rampup: tuple[int, ...] | None = option(
+        "the first batch, what is added to it, and the samples after which it is the global one",
+        default=None,
+        default_note="every step has the global batch",
+        more=(
+            "`[32, 32, 1000000]` begins with 32 sequences and adds 32 in even shares of a million samples, until there "
+            "are `global` (Megatron-LM's `--rampup-batch-size`). Every size is whole microbatches, and all "
+            "data-parallel ranks have some."
+        ),
+        read_by="core.plan.batch_sizes",
+    )
+    schedule: str | None = option(
+        "batches by the samples before: 0:256 200K:512",
+        default=None,
+        default_note="every step has the global batch",
+        more=(
+            "Pairs of a threshold, which may end in K, M, B or T, and the batch from there on; the last batch is "
+            "`global` (Megatron-LM's `--step-batch-size-schedule`)."
+        ),
+        read_by="core.plan.batch_sizes",
+    )
+    schedule_unit: Literal["samples", "tokens"] = option(
+        "what the thresholds of schedule count", default="samples", read_by="core.plan.batch_sizes"
+    )
+
+    @property
+    def stays(self) -> bool:
+        """True when every step has the same batch."""
+        return self.rampup is None and self.schedule is None
 
 
 @noun()
@@ -441,6 +471,80 @@ class Optimizer(Bounded, section="optimizer"):
         bound=FACTOR,
         read_by="backend.ranks.training_rank",
     )
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = option(
+        "how the learning rate falls after the warm-up",
+        default="constant",
+        more=(
+            "From `train.learning_rate` to `minimum_learning_rate`; `wsd` (warm-up, stable, decay) stays at the top "
+            "until `wsd_decay_steps` before the end. The first step has the rate of 0 steps before it."
+        ),
+        read_by="core.plan.rates",
+    )
+    warmup_steps: int = option(
+        "steps in which the learning rate rises in a line", default=0, minimum=0, read_by="core.plan.rates"
+    )
+    warmup_fraction: float | None = option(
+        "the same as a share of decay_steps",
+        default=None,
+        minimum=0,
+        below=1,
+        default_note="warmup_steps",
+        read_by="core.plan.rates",
+    )
+    initial_learning_rate: float = option(
+        "the learning rate that the warm-up begins with",
+        default=0.0,
+        minimum=0,
+        bound=FACTOR,
+        read_by="core.plan.rates",
+    )
+    minimum_learning_rate: float = option(
+        "the learning rate at the end, and after it", default=0.0, minimum=0, bound=FACTOR, read_by="core.plan.rates"
+    )
+    decay_steps: int | None = option(
+        "steps, those of the warm-up too, until the learning rate is the least",
+        default=None,
+        minimum=1,
+        default_note="train.steps",
+        read_by="core.plan.rates",
+    )
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = option(
+        "with wsd: the form of the decay",
+        default="exponential",
+        more="Of the share q of it: 1-q, (1+cos pi q)/2, 2/2^q - 1, or 1 - sqrt q is left.",
+        read_by="core.plan.rates",
+    )
+    wsd_decay_steps: int | None = option(
+        "with wsd: the last steps of decay_steps, in which the learning rate falls",
+        default=None,
+        minimum=1,
+        default_note="none",
+        read_by="core.plan.rates",
+    )
+    weight_decay_schedule: Literal["constant", "linear", "cosine"] = option(
+        "how the weight decay becomes end_weight_decay", default="constant", read_by="core.plan.rates"
+    )
+    end_weight_decay: float | None = option(
+        "the weight decay at the end of its schedule",
+        default=None,
+        minimum=0,
+        bound=FACTOR,
+        default_note="weight_decay",
+        read_by="core.plan.rates",
+    )
+    weight_decay_steps: int | None = option(
+        "steps until the weight decay is end_weight_decay",
+        default=None,
+        minimum=1,
+        default_note="train.steps",
+        read_by="core.plan.rates",
+    )
+    counted_in: Literal["steps", "samples"] = option(
+        "what warmup_steps and the like count",
+        default="steps",
+        more="With samples all keys of this section that end in `_steps` are numbers of sequences.",
+        read_by="core.plan.rates",
+    )
 
 
 @noun()
@@ -510,7 +614,11 @@ class Train(Bounded, section="train"):
     )
     seed: int = option("seed of weights and data order", default=1234, minimum=0, read_by="backend.ranks.batches")
     learning_rate: float = option(
-        "constant learning rate", default=3e-4, minimum=0, bound=FACTOR, read_by="backend.ranks.training_rank"
+        "the learning rate, after any warm-up and before any decay",
+        default=3e-4,
+        minimum=0,
+        bound=FACTOR,
+        read_by="backend.ranks.training_rank",
     )
     packed: bool = option(
         "attention and positions begin again with every document",

@@ -20,6 +20,7 @@ from ...core.commands.options import SHARED_WITH_PLANS, SearchSpace
 from ...core.layout.layout import DEFAULT_ORDER, Layout
 from ...core.layout.microbatches import microbatch_counts
 from ...core.layout.stages import balanced_stages
+from ...core.plan.batch_sizes import sizes_of
 from ...core.plan.plan import Plan
 from ...core.plan.rules import broken_rules
 from ...core.plan.rules.schedule import actions_are_bounded
@@ -310,11 +311,17 @@ def _skeletons(
     for name in names:
         if CATALOG[name].vpp_problem(layout.pp, layout.vpp):
             tally.reject("interleaving-matches")
-        elif any(CATALOG[name].condition(layout.pp, count) for count in _counts(batch, layout, CATALOG[name].multiple)):
+        elif any(CATALOG[name].condition(layout.pp, count) for count in _all_counts(batch, layout, name)):
             tally.reject("schedule-can-be-built")
         else:
             legal.setdefault(CATALOG[name].placement, []).append(name)
     return [(layout, tuple(same_cut)) for same_cut in legal.values()]
+
+
+def _all_counts(batch: Batch, layout: Layout, name: str) -> list[int]:
+    """Microbatches of a rank in a step, of every batch that steps have."""
+    multiple, micro, dp = CATALOG[name].multiple, batch.micro_size, layout.dp
+    return [count for size in sizes_of(batch) for count in microbatch_counts(size, micro, dp, multiple)]
 
 
 def _counts(batch: Batch, layout: Layout, multiple: int) -> tuple[int, ...]:

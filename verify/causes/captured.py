@@ -132,7 +132,7 @@ class Captured:
 
     def _related(self, key: Key, piece: Piece, axes: Sequence[str]) -> Relation:
         """By itself: among its own elements, those of other samples and steps, and other tensors."""
-        part = self.plan.part_of(piece.global_rank)
+        part = self.plan.part_of(piece.global_rank).of_step(max(0, key.step))
         evidence = Evidence(
             before=earlier(key, piece, self.wrong),
             others=self._others(key, piece),
@@ -210,7 +210,8 @@ class Captured:
         """By the numbers of tokens that ranks, microbatches and samples count."""
         if key.phase not in (SCALAR, GRADIENT, ACTIVATION_GRADIENT):
             return None
-        plan, (parts, values) = self.plan.part_of(piece.global_rank), self._parts_of_mean(key, piece)
+        plan = self.plan.part_of(piece.global_rank).of_step(max(0, key.step))
+        parts, values = self._parts_of_mean(key, piece)
         expected, found = part_of(self._whole(key), piece.region).astype(np.float64), piece.load()
         counted = [part for part, value in self._token_losses(key) if value]
         if not parts or not counted:
@@ -244,7 +245,7 @@ class Captured:
         return [(Part(sample, (at, at + 1)), value) for sample, at, value in values]
 
     def _explained(self, key: Key, piece: Piece, axes: Sequence[str]) -> tuple[Class, str] | None:
-        plan = self.plan.part_of(piece.global_rank)
+        plan = self.plan.part_of(piece.global_rank).of_step(max(0, key.step))
         if key.phase == SCALAR:
             return self._explained_scalar(plan, key, piece)
         expected, found = part_of(self._whole(key), piece.region), piece.load()
@@ -283,7 +284,7 @@ class Captured:
             yield "what is left of the moment before", beta * old
             yield "what the gradient of this step adds", now - beta * old
         elif key.phase == WEIGHT and self._has(before):
-            decay = _decay(plan, old) if _decays(plan, key.tensor) else np.zeros_like(old)
+            decay = _decay(plan, key.step, old) if _decays(plan, key.tensor) else np.zeros_like(old)
             yield "the weight decay", decay
             yield "the update", now - old - decay
         elif (operands := [key._replace(tensor=each) for each in _operands(key)]) and all(map(self._has, operands)):
@@ -298,7 +299,7 @@ class Captured:
         if key.phase not in (WEIGHT, GATHERED):
             yield "the values of the step before", "stale", old
         elif key.phase == WEIGHT and not _decays(plan, key.tensor):
-            yield "a weight decay that it does not have", "scaled", _decay(plan, old)
+            yield "a weight decay that it does not have", "scaled", _decay(plan, key.step, old)
 
     def _has(self, key: Key) -> bool:
         return key in self.right.pieces and self.right.pieces[key][0].stored is not None
@@ -343,9 +344,9 @@ def _decays(plan: Plan, name: str) -> bool:
     return any(each.decay for each in parameters(plan.model) if each.name == name)
 
 
-def _decay(plan: Plan, old: np.ndarray) -> np.ndarray:
+def _decay(plan: Plan, step: int, old: np.ndarray) -> np.ndarray:
     """What weight decay adds to weights (Loshchilov & Hutter 2019, algorithm 2)."""
-    return -plan.train.learning_rate * plan.optimizer.weight_decay * old
+    return -plan.rates.learning_rate(step) * plan.rates.weight_decay(step) * old
 
 
 def _dtype(plan: Plan, key: Key) -> str:

@@ -50,6 +50,7 @@ from ..run.reference import Reference, reference_words
 from ..run.references import References
 from ..schedule.facts import Facts
 from ..symbolic.static import StaticProof, prove_static
+from .each_batch import through_batches
 from .twin import MAX_THREADS, MAX_WORLD_SIZE, proof_transport, provable, twin
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ def prove(
     small: AnyPlan
     if isinstance(plan, Plan):
         small, changes = twin(plan, most_ranks, captures=transport == "nccl")
+        small, batches = through_batches(small, steps)
+        changes += batches
     else:
         small, changes = provable(plan, unsupported(plan))
     if fault is not None:

@@ -269,6 +269,8 @@ def _shrink(plan: Plan, most_ranks: int) -> Plan:
         cluster=cluster_preset("this-host", layout.world_size),
         layout=layout,
         batch=Batch(global_size=micro * num_microbatches * layout.dp, micro_size=micro, sequence=sequence),
+        # rates stay as they are, whatever the batches that they count
+        optimizer=plan.rates.fixed,
         data_parallel=replace(plan.data_parallel, shard=_small_shard(plan, layout)),
         numerics=Numerics(
             "exact", gradient_token_block=TOKEN_BLOCK // (2 if parts else 1), reduction_token_block=TOKEN_BLOCK // 2
@@ -480,6 +482,8 @@ def _sentences(before: Plan, after: Plan) -> list[str]:
         *((f"layout.{name}", getattr(before.layout, name), getattr(after.layout, name)) for name in DEGREES),
         *((f"model.{name}", getattr(before.model, name), getattr(after.model, name)) for name in SHRUNK_MODEL_FIELDS),
         ("batch.global", before.batch.global_size, after.batch.global_size),
+        ("batch.rampup", before.batch.rampup, after.batch.rampup),
+        ("batch.schedule", before.batch.schedule, after.batch.schedule),
         ("batch.micro", before.batch.micro_size, after.batch.micro_size),
         ("batch.sequence", before.batch.sequence, after.batch.sequence),
         ("microbatches per rank", before.num_microbatches, after.num_microbatches),

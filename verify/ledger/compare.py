@@ -245,6 +245,7 @@ def own_key(plan: AnyPlan, key: Key) -> Key:
 
 
 def _own_action(plan: Plan, key: Key, global_rank: int) -> Action:
+    plan = plan.of_step(max(0, key.step))
     block = key.tensor.split(".")
     if block[0] == "layers":
         stage = next(

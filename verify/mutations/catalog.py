@@ -10,6 +10,7 @@ from .mutant import Mutant, Stops
 
 SUBJECTS = (
     "accumulation",
+    "batches",
     "causes",
     "checkpoint",
     "context",

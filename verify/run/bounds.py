@@ -132,7 +132,7 @@ class StepBounds:
             case phase if phase == ACTIVATION_GRADIENT:
                 return self._backward.get(section, self._last)
             case phase if phase == GRADIENT:
-                batch = self.plan.batch
+                batch = self.plan.of_step(key.step).batch
                 return self._backward.get(section, self._last) + Roundings(batch.global_size * batch.sequence)
             case _:
                 return self._loss
@@ -151,7 +151,7 @@ class StepBounds:
         unit, (first, second) = UNIT_ROUNDOFF["fp32"], self.plan.optimizer.betas
         if key.phase == WEIGHT:
             return (
-                2 * self.plan.train.learning_rate * largest_update(key.step + 1, first, second)
+                2 * self.plan.rates.learning_rate(key.step) * largest_update(key.step + 1, first, second)
                 + 4 * unit * largest[key]
             )
         name, _, moment = key.tensor.rpartition(".")

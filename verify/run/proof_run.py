@@ -25,7 +25,7 @@ from ...core.layout.layout import Layout
 from ...core.layout.products import ProductChoices
 from ...core.machine.variation import NO_VARIATION
 from ...core.plan.plan import AnyPlan, ModularPlan, Plan
-from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
+from ...core.plan.sections import DataParallel, Recompute, ScheduleChoice
 from ..ledger.ledger import (
     ACTIVATION,
     HELD_OUT,
@@ -111,7 +111,7 @@ def one_device(plan: AnyPlan) -> AnyPlan:
         plan,
         layout=Layout(),
         cluster=replace(plan.cluster, num_devices=1),
-        batch=Batch(plan.batch.global_size, 1, plan.batch.sequence),
+        batch=replace(plan.batch, micro_size=1),
         runtime=replace(
             plan.runtime,
             tp_comm_overlap=None,

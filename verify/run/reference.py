@@ -189,7 +189,7 @@ class _Check:
         def weight(name: str) -> np.ndarray:
             return self._before(Key(step, WEIGHT, name), np.zeros(()))
 
-        for sample in samples_checked(self.plan):
+        for sample in samples_checked(self.plan.of_step(step)):
             keys = {name: Key(step, ACTIVATION, name, sample) for name in activation_names(self.plan)}
             values = {name: self._values(key) for name, key in keys.items() if self._has(key)}
             if not values:  # nothing but padding
@@ -206,7 +206,7 @@ class _Check:
             keys = {name: Key(step, ACTIVATION_GRADIENT, name, sample) for name in gradient_names(self.plan)}
             values = {name: self._values(key) for name, key in keys.items() if self._has(key)}
             if not self.own_block and length == self.plan.batch.sequence:
-                counted = np.load(self.folder / COUNTED_FILE)[step]
+                counted = self._counted(step)
                 for each in router_gradients(self.plan, recorded, values, float(counted.mean())):
                     yield from self._activation("reference-gradient", keys[each.name], each, values[each.name])
 
@@ -239,11 +239,16 @@ class _Check:
             )
 
     def _num_counted(self, step: int) -> int:
-        return max(1, int(np.load(self.folder / COUNTED_FILE)[step].sum()))
+        return max(1, int(self._counted(step).sum()))
+
+    def _counted(self, step: int) -> np.ndarray:
+        """[samples, tokens] of a step: which count."""
+        with np.load(self.folder / COUNTED_FILE) as of_steps:
+            return np.asarray(of_steps[f"arr_{step}"])
 
     def _sum_of_losses(self, step: int, name: str) -> float:
         """Of the model's own losses those of tokens that count; padding may be all of a row."""
-        masks = np.load(self.folder / COUNTED_FILE)[step]
+        masks = self._counted(step)
         keys = [Key(step, ACTIVATION, name, sample) for sample in range(len(masks))]
         every = name != "head.losses"
         losses = [(self._values(key), mask | every) for key, mask in zip(keys, masks, strict=True) if self._has(key)]
@@ -256,7 +261,8 @@ class _Check:
         own, *ahead = loss_names(self.plan)
         weights = {own: 1.0} | dict.fromkeys(ahead, self.plan.train.mtp_loss_weight / max(1, len(ahead)))
         scale = None if self.plan.precision.dtype == "fp16" else 1.0
-        for (name, weight), sample in itertools.product(weights.items(), range(self.plan.batch.global_size)):
+        samples = range(self.plan.of_step(step).batch.global_size)
+        for (name, weight), sample in itertools.product(weights.items(), samples):
             key = Key(step, ACTIVATION_GRADIENT, name, sample)
             if not self._has(key):  # nothing but padding
                 continue
@@ -295,7 +301,7 @@ class _Check:
     def _update(self, step: int, count: int) -> Iterator[Finding]:
         """Each tensor from what was before it and, for weights, from the moments that are there: what
         is wrong is named once."""
-        optimizer, train = self.plan.optimizer, self.plan.train
+        optimizer, rates = self.plan.optimizer, self.plan.rates
         coefficient = adamw.clipping(self._number(step, "grad_norm"), optimizer.clip_grad_norm)
         for name in self._names:
             if not self._has(Key(step, GRADIENT, name)):
@@ -307,8 +313,10 @@ class _Check:
                 before = self._before(key, gradient)
                 yield from self._tensor(key, adamw.moment(before, gradient, optimizer.betas[power - 1], power))
                 moments.append(self._values(key))
-            decay = optimizer.weight_decay if name in self._decaying else 0.0
-            choice = adamw.Choice(train.learning_rate, optimizer.betas, optimizer.eps, decay, optimizer.clip_grad_norm)
+            decay = rates.weight_decay(step) if name in self._decaying else 0.0
+            choice = adamw.Choice(
+                rates.learning_rate(step), optimizer.betas, optimizer.eps, decay, optimizer.clip_grad_norm
+            )
             key = Key(step, WEIGHT, name)
             yield from self._tensor(
                 key, adamw.weight(self._before(key, gradient), moments[0], moments[1], choice, count)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ...backend.base.microbatch import Microbatch
     from ...backend.ranks.training_rank import TrainingRank
 
-COUNTED_FILE = "counted.npy"
+COUNTED_FILE = "counted.npz"
 SEQUENCES_FILE = "sequences.npz"
 DERIVATIVE_FILE = "derivative.json"
 
@@ -63,10 +63,14 @@ def captured_keys(plan: Plan, steps: int) -> frozenset[Key]:
         found |= {Key(step, GRADIENT, name) for name in names} | {Key(step, OPTIMIZER, name) for name in moments}
         for phase in (ACTIVATION, ACTIVATION_GRADIENT):
             found |= {
-                Key(step, phase, name, sample) for name in loss_names(plan) for sample in range(plan.batch.global_size)
+                Key(step, phase, name, sample)
+                for name in loss_names(plan)
+                for sample in range(plan.of_step(step).batch.global_size)
             }
     for phase, names in ((ACTIVATION, activation_names(plan)), (ACTIVATION_GRADIENT, gradient_names(plan))):
-        found |= {Key(steps - 1, phase, name, sample) for name in names for sample in samples_checked(plan)}
+        found |= {
+            Key(steps - 1, phase, name, sample) for name in names for sample in samples_checked(plan.of_step(steps - 1))
+        }
     return frozenset(found)
 
 
@@ -82,9 +86,9 @@ def reference_steps(transport: Any, job: ProofJob) -> RankLedger:
     assert job.folder is not None and isinstance(job.plan, Plan)
     stored = {key: piece.stored for key, piece in ledger.entries if isinstance(piece.stored, StoredValues)}
     last = max(key.step for key in stored)
-    counted = np.stack([_counted(rank, step) for step in range(last + 1)])
-    np.save(job.folder / COUNTED_FILE, counted)
-    sequences = _sequences(rank, last, samples_checked(job.plan))
+    counted = [_counted(rank, step) for step in range(last + 1)]
+    np.savez(job.folder / COUNTED_FILE, *counted, allow_pickle=False)
+    sequences = _sequences(rank, last, samples_checked(job.plan.of_step(last)))
     parts = {f"{name}.{each.sample}": getattr(each, name) for each in sequences for name in Inputs.ARRAYS}
     there = {name: part for name, part in parts.items() if part is not None}
     np.savez(job.folder / SEQUENCES_FILE, allow_pickle=False, **there)
@@ -97,6 +101,7 @@ def reference_steps(transport: Any, job: ProofJob) -> RankLedger:
 
 def _counted(rank: TrainingRank, step: int) -> np.ndarray:
     """[samples, tokens]: which tokens of a step have a target that counts."""
+    rank.begin_batches_of(step)
     targets = np.concatenate([each.targets.cpu().numpy() for each in rank.batches.training(step, 1.0)])
     ignored = rank.plan.train.ignore_token
     return np.ones(targets.shape, bool) if ignored is None else targets != ignored
@@ -104,6 +109,7 @@ def _counted(rank: TrainingRank, step: int) -> np.ndarray:
 
 def _sequences(rank: TrainingRank, step: int, samples: Collection[int] | None = None) -> Iterator[Inputs]:
     """What the sequences of a step are made from: all of them, or those of some samples."""
+    rank.begin_batches_of(step)
     for microbatch in rank.batches.training(step, 1.0):
         parts = {name: getattr(microbatch, name) for name in Inputs.ARRAYS}
         for row in range(len(microbatch.tokens)):
@@ -165,7 +171,7 @@ class _Held:
         if model.is_moe or self.own_block:
             routed = self._forward(observed)
         return Step(
-            self.plan,
+            self.plan.of_step(self.step),
             weights,
             list(_sequences(self.rank, self.step)),
             num_counted,
@@ -181,6 +187,7 @@ class _Held:
         worked on tokens."""
         import torch
 
+        self.rank.begin_batches_of(self.step)
         stage, routed = self.rank.stages[0], dict[tuple[int, int], np.ndarray]()
 
         def keep(router: Any, _: Any, routing: Any) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.base.findings import Finding
+from ...core.plan.batch_sizes import sizes_of
 from ...core.plan.plan import AnyPlan, ModularPlan, Plan
 from ...core.plan.schedule_of import schedule_for
 from ...core.schedule.schedule import Schedule
@@ -45,7 +46,8 @@ class StaticProof:
 
 def prove_static(plan: AnyPlan, facts: Facts | None = None) -> StaticProof:
     """The rules over every schedule that ranks of the plan run, and where they hold its program on symbols against one
-    device. `facts` say what more is to be checked about the plan of one model."""
+    device; where batches change, of the last and of the smallest. `facts` say what more is to be checked about the plan
+    of one model."""
     if isinstance(plan, ModularPlan):
         return _joined(plan, examine_joined(plan))
     first, *shorter = plan.microbatch_counts
@@ -53,6 +55,8 @@ def prove_static(plan: AnyPlan, facts: Facts | None = None) -> StaticProof:
     for count in shorter:
         if proof.ok:
             proof = _with_shorter(proof, count, prove_schedule(plan, schedule_for(plan, count)))
+    if proof.ok and (others := sizes_of(plan.batch)[1:]):
+        proof = _with_least(proof, plan.of_size(min(others)))
     return proof
 
 
@@ -77,6 +81,16 @@ def prove_schedule(plan: Plan, schedule: Schedule, facts: Facts | None = None) -
     }
     errors = (str(finding) for finding in symbolic.findings if finding.severity == "error")
     return StaticProof(report, findings, "\n".join([proof.text, symbolic.line, *errors]))
+
+
+def _with_least(proof: StaticProof, least: Plan) -> StaticProof:
+    """A proof of a plan whose batches change, with what is wrong with its smallest: where microbatches are few,
+    schedules are most unlike."""
+    for count in least.microbatch_counts:
+        proof = _with_shorter(proof, count, prove_schedule(least, schedule_for(least, count)))
+        if not proof.ok:
+            break
+    return proof
 
 
 def _with_shorter(proof: StaticProof, count: int, shorter: StaticProof) -> StaticProof:

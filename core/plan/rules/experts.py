@@ -11,6 +11,7 @@ from ...layout.leaves import leaf_sizes
 from ...layout.microbatches import microbatch_counts
 from ...layout.routed_tokens import RoutedTokens
 from ...model.model import ModelSpec
+from ..batch_sizes import said, sizes_of
 from ..sections import Batch, Numerics, Train
 
 MAX_NAMED_DEGREE = 64
@@ -122,15 +123,26 @@ def routers_exist(train: Train, model: ModelSpec) -> Iterator[str]:
 
 def experts_see_equal_microbatches(layout: Layout, batch: Batch, model: ModelSpec) -> Iterator[str]:
     """Ranks that send tokens to each other's experts have equally many microbatches."""
-    counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp)
-    if not model.is_moe or len(counts) < 2:
+    uneven = {
+        size: counts
+        for size in sizes_of(batch)
+        if len(counts := microbatch_counts(size, batch.micro_size, layout.dp)) > 1
+    }
+    if not model.is_moe or not uneven:
         return
-    if any(len({layout.coordinates(rank)["dp"] for rank in group}) > 1 for group in layout.expert_groups("tp-ep")):
-        per_round = batch.micro_size * layout.dp
+    if not any(len({layout.coordinates(rank)["dp"] for rank in group}) > 1 for group in layout.expert_groups("tp-ep")):
+        return
+    per_round = batch.micro_size * layout.dp
+    if counts := uneven.pop(batch.global_size, ()):
         yield (
             f"etp*ep={layout.expert_tp * layout.ep} spreads experts over data-parallel ranks, which send them tokens "
             "in every "
             f"microbatch, but global={batch.global_size} gives some of the dp={layout.dp} ranks {counts[0]} and "
             f"others {counts[1]} "
             f"microbatches. Use global = {counts[1] * per_round} or {counts[0] * per_round}."
+        )
+    if uneven:
+        yield (
+            f"{said(batch, tuple(uneven))}: not equally many microbatches on all dp={layout.dp} ranks, over which "
+            f"etp*ep={layout.expert_tp * layout.ep} spreads experts. Use multiples of micro*dp={per_round}."
         )

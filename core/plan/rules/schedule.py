@@ -10,6 +10,7 @@ from ...layout.microbatches import microbatch_counts
 from ...layout.stages import assign_layers, num_mtp_written
 from ...model.model import ModelSpec
 from ...schedule import CATALOG, default_name
+from ..batch_sizes import said, sizes_of
 from ..sections import Batch, Runtime, ScheduleChoice
 
 
@@ -30,6 +31,17 @@ def microbatches_divide(batch: Batch, layout: Layout) -> Iterator[str]:
             f"global={batch.global_size} has {num_microbatches} microbatches of micro={batch.micro_size} for "
             f"dp={layout.dp} ranks. "
             f"Use global >= {batch.micro_size * layout.dp}, or dp <= {num_microbatches}."
+        )
+    others = sizes_of(batch)[1:]
+    if cut := [size for size in others if size % batch.micro_size]:
+        yield (
+            f"{said(batch, cut)}: no multiple of micro={batch.micro_size}. Use batches and increments that are, or "
+            "another micro."
+        )
+    if few := [size for size in others if size not in cut and size < batch.micro_size * layout.dp]:
+        yield (
+            f"{said(batch, few)}: fewer microbatches of micro={batch.micro_size} than dp={layout.dp} ranks. Begin "
+            f"with {batch.micro_size * layout.dp} sequences or more, or use less dp."
         )
 
 
@@ -77,8 +89,23 @@ def sizes_are_built(schedule: ScheduleChoice, layout: Layout, batch: Batch) -> I
     """The schedule exists for this number of ranks and microbatches."""
     multiple = CATALOG[schedule.name].multiple if schedule.file is None and schedule.name in CATALOG else 1
     counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp, multiple)
+    others = sizes_of(batch)[1:]
     if schedule.file is None and schedule.name in CATALOG:
-        yield from filter(None, (CATALOG[schedule.name].condition(layout.pp, count) for count in counts))
+        condition = CATALOG[schedule.name].condition
+        yield from filter(None, (condition(layout.pp, count) for count in counts))
+        of_others = {size: microbatch_counts(size, batch.micro_size, layout.dp, multiple) for size in others}
+        wrong = {
+            size: complaint
+            for size, each in of_others.items()
+            if (complaint := next(filter(None, (condition(layout.pp, count) for count in each)), None))
+        }
+        if wrong:
+            yield f"{said(batch, tuple(wrong))}: {next(iter(wrong.values()))}"
+    elif others:
+        yield (
+            f"schedule.file={schedule.file!r} has one number of microbatches, but batches change by "
+            f"{said(batch, others).partition(' of ')[2]}. Use a schedule.name, or a batch that stays."
+        )
     elif schedule.file is not None and len(counts) > 1:
         per_round = batch.micro_size * layout.dp
         yield (
@@ -100,7 +127,8 @@ ACTIONS_PER_MICROBATCH = 6
 
 def actions_are_bounded(batch: Batch, layout: Layout, schedule: ScheduleChoice) -> Iterator[str]:
     """The schedule is no longer than what its verbs can go through."""
-    counts = microbatch_counts(batch.global_size, batch.micro_size, layout.dp)
+    largest = max(sizes_of(batch))
+    counts = microbatch_counts(largest, batch.micro_size, layout.dp)
     each = layout.num_stages * ACTIONS_PER_MICROBATCH
     if schedule.file is not None or not counts or counts[0] * each <= MOST_ACTIONS:
         return

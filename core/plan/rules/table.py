@@ -37,6 +37,7 @@ from .modules import (
     modules_have_names,
     modules_recompute_equally,
 )
+from .rates import OF_DECAYING, OF_WEIGHT_DECAY, OF_WSD, batches_are_listed, rates_are_ordered
 from .recompute import (
     distributed_inputs_are_whole,
     offloaded_layers_exist,
@@ -138,6 +139,12 @@ RULES: tuple[Rule, ...] = (
         ("batch.global", "batch.micro", "layout.dp"),
         "the global batch is whole microbatches, at least one for every data-parallel rank",
         microbatches_divide,
+    ),
+    Rule(
+        "batches-are-listed",
+        ("batch.rampup", "batch.schedule", "batch.schedule_unit", "batch.global", "batch.sequence"),
+        "batches that change begin with the first step and come to the global one",
+        batches_are_listed,
     ),
     Rule(
         "experts-see-equal-microbatches",
@@ -373,6 +380,16 @@ RULES: tuple[Rule, ...] = (
         ("train.padded", "train.packed", "train.ignore_token", "runtime.trim_padding"),
         "padded documents have a token that counts for nothing, and only they are trimmed",
         padding_is_distinguished,
+    ),
+    Rule(
+        "rates-are-ordered",
+        (
+            *(f"optimizer.{name}" for name in ("schedule", "warmup_steps", "warmup_fraction", "initial_learning_rate")),
+            *(f"optimizer.{name}" for name in (*OF_DECAYING, *OF_WSD, "weight_decay_schedule", *OF_WEIGHT_DECAY)),
+            *("optimizer.weight_decay", "optimizer.counted_in", "train.learning_rate", "train.steps", "batch.global"),
+        ),
+        "learning rates rise to the peak and fall to the least, and weight decay rises, each in its time",
+        rates_are_ordered,
     ),
     Rule(
         "dtype-has-peak",

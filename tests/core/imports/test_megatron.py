@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +23,7 @@ from shardproof.core.imports.megatron_write import write
 from shardproof.core.layout.stages import layers_written
 from shardproof.core.plan.keys import KEYS
 from shardproof.core.plan.plan import Plan, any_plan
+from shardproof.core.plan.sections import Batch, Optimizer
 from shardproof.core.plan.toml import Given
 
 HERE = Path(__file__).parent
@@ -171,6 +173,110 @@ def test_one_of_several_commands_is_asked_for_and_taken():
     assert any_plan(values, "").layout.tp == 4
 
 
+RATES = (
+    "torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 8 --hidden-size 512 --num-attention-heads 8 "
+    "--seq-length 512 --micro-batch-size 1 --vocab-size 1024 --max-position-embeddings 512 --bf16 --lr 1e-3 "
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "optimizer", "batch", "steps"),
+    [
+        (
+            "--global-batch-size 8 --train-iters 100 --min-lr 1e-5 --lr-warmup-iters 10",
+            {"schedule": "linear", "warmup_steps": 10, "minimum_learning_rate": 1e-5},
+            {},
+            100,
+        ),
+        ("--global-batch-size 8 --train-iters 100 --lr-decay-style constant --min-lr 1e-5", {}, {}, 100),
+        (
+            "--global-batch-size 8 --train-iters 100 --lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-decay-iters 90 "
+            "--lr-warmup-fraction 0.1 --lr-warmup-init 1e-6",
+            {
+                "schedule": "wsd",
+                "wsd_decay_steps": 20,
+                "decay_steps": 90,
+                "warmup_fraction": 0.1,
+                "initial_learning_rate": 1e-6,
+            },
+            {},
+            100,
+        ),
+        (
+            "--global-batch-size 8 --rampup-batch-size 4 4 40 --train-samples 104 --lr-decay-style cosine "
+            "--lr-warmup-samples 20",
+            {"schedule": "cosine", "warmup_steps": 20, "counted_in": "samples"},
+            {"rampup": (4, 4, 40)},
+            18,
+        ),
+        (
+            "--global-batch-size 8 --train-samples 99 --lr-decay-style inverse-square-root --lr-warmup-samples 9",
+            {"schedule": "inverse_sqrt", "warmup_steps": 9, "decay_steps": 99, "counted_in": "samples"},
+            {},
+            12,
+        ),
+        (
+            "--step-batch-size-schedule '0:4 1M:16' --train-iters 100 --lr-decay-style constant",
+            {},
+            {"schedule": "0:4 1M:16", "schedule_unit": "tokens", "global_size": 16},
+            100,
+        ),
+        (
+            "--global-batch-size 8 --train-iters 100 --lr-decay-style constant --weight-decay-incr-style cosine "
+            "--start-weight-decay 0.05 --end-weight-decay 0.2",
+            {"weight_decay_schedule": "cosine", "weight_decay": 0.05, "end_weight_decay": 0.2},
+            {},
+            100,
+        ),
+        (
+            "--global-batch-size 10 --decrease-batch-size-if-needed --train-iters 9 --lr-decay-style constant",
+            {},
+            {"global_size": 8},
+            9,
+        ),
+    ],
+)
+def test_rates_and_batches_are_those_of_megatron(arguments, optimizer, batch, steps):
+    found = imported(RATES + arguments)
+    plan = any_plan(found.values, "")
+    assert not [each for each in found.settings if each.status not in ("mapped", "no-effect")]
+    usual = dataclasses.replace(Optimizer(), weight_decay=0.01, betas=(0.9, 0.999))
+    assert plan.optimizer == dataclasses.replace(usual, **optimizer)
+    assert plan.batch == dataclasses.replace(Batch(8, 1, 512), **batch) and plan.train.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag", "words"),
+    [
+        (
+            "--step-batch-size-schedule 0:4 --decrease-batch-size-if-needed --train-iters 9",
+            "--step-batch-size-schedule",
+            "takes no list with",
+        ),
+        ("--step-batch-size-schedule 4 --train-iters 9", "--step-batch-size-schedule", "no pair of a threshold"),
+        ("--lr-decay-style step --train-iters 9", "--lr-decay-style", "known are constant, linear"),
+        ("--lr-decay-style WSD --train-iters 9", "--lr-decay-style", "WSD needs --lr-wsd-decay-iters"),
+        (
+            "--weight-decay-incr-style linear --train-iters 9",
+            "--weight-decay-incr-style",
+            "needs --start-weight-decay and --end-weight-decay",
+        ),
+    ],
+)
+def test_rates_and_batches_that_megatron_refuses_are_refused(arguments, flag, words):
+    found = imported(f"{RATES} --global-batch-size 8 {arguments}")
+    (refused,) = found.of_status("refused")
+    assert refused.flag == flag and words in refused.why
+
+
+def test_a_schedule_of_which_something_is_not_known_leaves_the_rate_as_it_is():
+    found = imported(f"{RATES} --global-batch-size 8 --train-iters 9 --min-lr $LEAST --lr-decay-style cosine")
+    plan = any_plan(found.values, "")
+    assert plan.optimizer.schedule == "constant" and not list(found.of_status("refused"))
+    whys = {each.flag: each.why for each in found.of_status("not-modelled")}
+    assert set(whys) == {"--min-lr", "--lr-decay-style"} and "--min-lr is not known here" in whys["--lr-decay-style"]
+
+
 SHARED = "--num-experts 4 --moe-shared-expert-intermediate-size 96 --moe-ffn-hidden-size 64"
 BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1 --bf16 "
 
@@ -297,6 +403,37 @@ def test_layers_that_are_otherwise_are_counted_as_megatron_counts_them():
 
 
 @st.composite
+def batches_and_rates(draw, dp: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keys of batches that may change, and of schedules that Megatron has: those of a run whose batches change count
+    samples there."""
+    batch = draw(
+        st.sampled_from(
+            [
+                {},
+                {"rampup": [2 * dp, 2 * dp, 300]},
+                {"schedule": f"0:{4 * dp} 0.5M:{8 * dp}", "schedule_unit": "tokens"},
+            ]
+        )
+    )
+    rates: dict[str, Any] = draw(
+        st.sampled_from(
+            [
+                {},
+                {"warmup_steps": 10, "initial_learning_rate": 1e-6},
+                {"schedule": "linear"},
+                {"schedule": "cosine", "warmup_fraction": 0.25, "minimum_learning_rate": 1e-5},
+                {"schedule": "inverse_sqrt", "warmup_steps": 7, "decay_steps": 900},
+                {"schedule": "wsd", "decay_steps": 90, "wsd_decay_steps": 30, "wsd_decay": "minus_sqrt"},
+                {"schedule": "wsd", "decay_steps": 90, "wsd_decay_steps": 30, "warmup_steps": 3},
+                {"weight_decay_schedule": "cosine", "end_weight_decay": 0.3},
+            ]
+        )
+    )
+    by_samples = rates and (batch or draw(st.booleans()))
+    return batch, {**rates, "counted_in": "samples"} if by_samples else rates
+
+
+@st.composite
 def plans(draw) -> Plan:
     """Plans that Megatron can run: every degree, dense and with experts."""
     tp, cp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4]))
@@ -357,17 +494,18 @@ def plans(draw) -> Plan:
     dtype = draw(st.sampled_from(["bf16", "fp16", "fp8", "fp32"]))
     seed, rate = draw(st.integers(0, 9999)), draw(st.sampled_from([1e-4, 3e-4, 0.00015]))
     devices = tp * cp * pp * dp
+    batch, rates = draw(batches_and_rates(dp))
     sections = {
         "model": model,
         "cluster": {"preset": "dgx-h100", "num_devices": devices},
         "runtime": {"profile": "megatron-te", "attention": draw(st.sampled_from(["fused", "unfused"]))},
         "layout": layout,
-        "batch": {"global": dp * 8, "micro": draw(st.sampled_from([1, 2])), "sequence": 1024},
+        "batch": {"global": dp * 8, "micro": draw(st.sampled_from([1, 2])), "sequence": 1024, **batch},
         "precision": {"dtype": dtype},
         "schedule": {"name": "Interleaved1F1B" if vpp > 1 else "1F1B"},
         "data_parallel": {"overlap_grad_reduce": draw(st.booleans()), "bucket_bytes": draw(st.integers(1, 9)) * 4000},
         "train": {"seed": seed, "learning_rate": rate, "steps": draw(st.integers(1, 50))},
-        "optimizer": {"betas": [0.9, draw(st.sampled_from([0.95, 0.999]))], "weight_decay": 0.1},
+        "optimizer": {"betas": [0.9, draw(st.sampled_from([0.95, 0.999]))], "weight_decay": 0.1, **rates},
     }
     text = "".join(
         f"[{section}]\n" + "".join(f"{name} = {json.dumps(each)}\n" for name, each in table.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -74,7 +75,7 @@ def test_every_setting_of_the_file_is_accounted_for_in_its_order():
         ("model.flavor", 3, "mapped"),
         ("training.seq_len", 5, "mapped"),
         ("metrics.log_freq", 7, "no-effect"),
-        ("lr_scheduler.warmup_steps", 9, "not-modelled"),
+        ("lr_scheduler.warmup_steps", 9, "mapped"),
     ]
 
 
@@ -250,6 +251,46 @@ MODELS_WRITTEN = ("llama3.1-8b", "llama3.1-70b", "qwen3-32b", "qwen3-30b-a3b", "
 SINGLE, MULTI = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
 
 
+RATES = (
+    "",
+    'schedule = "linear"',
+    'schedule = "cosine"\nminimum_learning_rate = 3e-7\ndecay_steps = 77',
+    f"warmup_steps = 9\ninitial_learning_rate = {1e-5 / 10!r}",
+    'schedule = "wsd"\ndecay_steps = 90\nwsd_decay_steps = 31\nwsd_decay = "minus_sqrt"',
+    f'schedule = "wsd"\ndecay_steps = 90\nwsd_decay_steps = 31\nwsd_decay = "cosine"\nminimum_learning_rate = 7e-6\n'
+    f"warmup_steps = 12\ninitial_learning_rate = {1e-5 / 13!r}",
+)
+
+
+def titan(step: int, *, warmup: int, total: int, ratio: float | None, form: str, least: float) -> float:
+    """`components/lr_scheduler.py`, from its description."""
+    warmup = min(warmup, total)
+    decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
+    if step < warmup:
+        return (step + 1) / warmup
+    if step < total + 1 - decay:
+        return 1.0
+    progress = (step + 1 - (total + 1 - decay)) / decay
+    left = {"linear": 1 - progress, "sqrt": 1 - progress**0.5, "cosine": (1 + math.cos(math.pi * progress)) / 2}[form]
+    return least + (1 - least) * left
+
+
+@pytest.mark.parametrize("ratio", [None, 0.0, 0.25, 0.95])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 20, 60])
+@pytest.mark.parametrize(("form", "least"), [("linear", 0.0), ("cosine", 0.1), ("sqrt", 0.0)])
+def test_the_rate_of_every_step_is_torchtitans(ratio, warmup, form, least):
+    lines = [f"warmup_steps = {warmup}", f'decay_type = "{form}"', f"min_lr_factor = {least}"]
+    lines += [] if ratio is None else [f"decay_ratio = {ratio}"]
+    text = EIGHT + "[training]\nsteps = 50\n[optimizer]\nlr = 1e-3\n[lr_scheduler]\n" + "\n".join(lines) + "\n"
+    plan = any_plan(account(text).values, "")
+    assert isinstance(plan, Plan)
+    rates = plan.rates
+    own = {"warmup": warmup, "total": 50, "ratio": ratio, "form": form, "least": least}
+    assert [rates.learning_rate(step) for step in range(50)] == pytest.approx(
+        [1e-3 * titan(step, **own) for step in range(50)], rel=1e-12
+    )
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Plans for torchtitan, whose stages are cut as torchtitan cuts them or evenly."""
@@ -270,7 +311,7 @@ def plans(draw: st.DrawFn) -> Plan:
         f"[batch]\nglobal = {micro * dp * draw(st.sampled_from((8, 16)))}\nmicro = {micro}\nsequence = 4096",
         f'[schedule]\nname = "{schedule}"',
         f'[recompute]\nmode = "{mode}"' + ('\nmodules = ["norm"]' if mode == "selective" else ""),
-        f"[optimizer]\nbetas = [0.8, {draw(st.sampled_from((0.9, 0.95)))}]\neps = 1e-6",
+        f"[optimizer]\nbetas = [0.8, {draw(st.sampled_from((0.9, 0.95)))}]\neps = 1e-6\n{draw(st.sampled_from(RATES))}",
         f"[train]\nsteps = {draw(st.integers(1, 50))}\nseed = {draw(st.integers(0, 99))}\nlearning_rate = 1e-5",
     ]
     if first:

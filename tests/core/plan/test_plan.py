@@ -483,6 +483,14 @@ BROKEN = {
         ("[numerics]", "[checkpoint]\nkeep = 3\n[numerics]"),
         "keep=3 is about checkpoints, but there is no folder for them. Set checkpoint.folder",
     ),
+    "batches-are-listed": (
+        ("global = 1536", "rampup = [30, 7, 1000000]\nglobal = 1536"),
+        "does not reach global=1536 from 30 in increments of 7. Use global = 1535 or 1542",
+    ),
+    "rates-are-ordered": (
+        ("[numerics]", '[optimizer]\nschedule = "linear"\nwarmup_steps = 20\n[numerics]'),
+        "warmup_steps=20 is not below the length of the run (train.steps=20)",
+    ),
     "axes-are-known": (
         ("[numerics]", "[communicators]\nmax_ctas = { pt = 4 }\n[numerics]"),
         "max_ctas names \"pt\", which no communicators join; did you mean 'tp'?",
