@@ -25,8 +25,6 @@ from ...core.schedule.timeline import Span
 from ..base.host_copies import HostCopies
 from ..base.loss_scale import LossScale
 from ..base.observe import Observer
-from ..base.offloaded_moments import num_offloaded
-from ..base.optimizer import Held, ShardedAdamW, clip_coefficient
 from ..base.shown_later import ShownLater
 from ..base.step_result import StepResult
 from ..base.streams import used_here
@@ -47,6 +45,9 @@ from ..model.block import BlockFactory
 from ..model.router import Router, reduce_counts
 from ..model.transformer import Stage
 from ..numerics import Numerics, make_numerics
+from ..optimizers.held import Held, clip_coefficient
+from ..optimizers.offloaded_moments import num_offloaded
+from ..optimizers.sharded import ShardedOptimizer
 from ..pipeline.activations import ActivationMeter, MemoryMeter
 from ..pipeline.executor import Executor
 from ..pipeline.graphs import StepGraphs
@@ -130,7 +131,7 @@ class TrainingRank:
         if self.copies is not None and plan.offload.masters:
             self._send_masters(self.copies, plan.offload.optimizer)
         transport.register_rooms()
-        self.optimizer = ShardedAdamW(
+        self.optimizer = ShardedOptimizer(
             self._held(),
             plan.optimizer,
             plan.train.learning_rate,

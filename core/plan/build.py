@@ -21,6 +21,7 @@ from ..model.huggingface import read_config
 from ..model.model import ModelSpec
 from ..model.model_presets import model_preset
 from .keys import KEYS, NOUNS, Key, keys_of
+from .optimizer import Optimizer
 from .rules import broken_rules
 from .toml import Given, Values, num_modules, read_values
 
@@ -181,7 +182,11 @@ class Draft:
         fields = {str(keys_of(section)[name].attribute): value for name, value in self.valid[section].items()}
         if section == "batch":
             fields.setdefault("micro_size", 1)
-        return self._noun(section, NOUNS[section], fields)
+        made = self._noun(section, NOUNS[section], fields)
+        if isinstance(made, Optimizer):  # which knows no default from a value that is given
+            for name, sentence in made.unused(fields):
+                self._problem(f"{section}.{name}", sentence)
+        return made
 
     def _noun(self, section: str, noun: type, fields: Mapping[str, Any], alternative: str = "") -> Any:
         missing = [key for key in keys_of(section).values() if key.required and key.attribute not in fields]

@@ -18,13 +18,13 @@ from ..machine.cluster import ClusterSpec
 from ..machine.variation import Variation
 from ..model.model import ModelSpec
 from .communicators import Communicators
+from .optimizer import Optimizer
 from .sections import (
     Batch,
     Checkpoint,
     DataParallel,
     Numerics,
     Offload,
-    Optimizer,
     Precision,
     Recompute,
     Runtime,

@@ -294,7 +294,7 @@ class Offload(Bounded, section="offload"):
         read_by="backend.model.transformer",
     )
     optimizer: float = option(
-        "share of Adam's two moments that rests in host memory",
+        "share of the optimizer's moments that rests in host memory",
         default=0.0,
         minimum=0,
         maximum=1,
@@ -409,38 +409,6 @@ class Numerics(Bounded, section="numerics"):
         if NO_PRODUCTS in given:
             return ()
         return PRODUCT_FORMS if ALL_PRODUCTS in given else in_order(given)
-
-
-@noun()
-class Optimizer(Bounded, section="optimizer"):
-    """AdamW (Loshchilov & Hutter 2019) and global-norm clipping; `clip_grad_norm=0` turns clipping off."""
-
-    name: Literal["adamw"] = option(
-        "the optimizer",
-        default="adamw",
-        read_by="backend.base.optimizer",
-    )
-    betas: tuple[float, float] = option(
-        "decay of the moment estimates",
-        default=(0.9, 0.95),
-        minimum=0,
-        below=1,
-        bound=FACTOR,
-        read_by="backend.base.optimizer",
-    )
-    eps: float = option(
-        "added to the root of the second moment", default=1e-8, above=0, bound=FACTOR, read_by="backend.base.optimizer"
-    )
-    weight_decay: float = option(
-        "decoupled weight decay", default=0.1, minimum=0, bound=FACTOR, read_by="backend.base.optimizer"
-    )
-    clip_grad_norm: float = option(
-        "largest global gradient norm; 0 turns clipping off",
-        default=1.0,
-        minimum=0,
-        bound=FACTOR,
-        read_by="backend.ranks.training_rank",
-    )
 
 
 @noun()

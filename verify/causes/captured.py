@@ -32,6 +32,7 @@ from ..ledger.ledger import (
 from ..ledger.relations import Class, Evidence, Known, Relation, earlier, relate, relate_values
 from ..ledger.summary import summarize
 from ..run.contributions import Contributions, Part
+from ..run.sgd import momentum_of
 from .axes import likely_axes, wrong_gradients
 from .local_means import explained_by_counts
 from .norms import Squares, Suspects, explained_by_squares
@@ -160,9 +161,11 @@ class Captured:
         found: dict[int, list[Region]] = {}
         if key.phase in (WEIGHT, GATHERED):
             for each, pieces in self.first_run.pieces.items():
-                if (each.step, each.phase, each.tensor) == (max(key.step, 0), OPTIMIZER, f"{key.tensor}.exp_avg"):
+                own = (each.step, each.phase) == (max(key.step, 0), OPTIMIZER)
+                if own and each.tensor.rpartition(".")[0] == key.tensor:
                     for piece in pieces:
                         found.setdefault(piece.global_rank, []).append(piece.region)
+                    break  # that of its other moments is the same
         return found
 
     def _whole(self, key: Key) -> np.ndarray:
@@ -279,7 +282,7 @@ class Captured:
         now = self._whole(key).astype(np.float64)
         old = self._whole(before).astype(np.float64) if self._has(before) else np.zeros_like(now)
         if key.phase == OPTIMIZER:
-            beta = plan.optimizer.betas[key.tensor.endswith(".exp_avg_sq")]
+            beta = _carried(plan, key.tensor.rpartition(".")[2])
             yield "what is left of the moment before", beta * old
             yield "what the gradient of this step adds", now - beta * old
         elif key.phase == WEIGHT and self._has(before):
@@ -337,6 +340,12 @@ def _rows(plan: Plan, key: Key, piece: Piece) -> dict[str, slice]:
 
 def _scale(total: np.ndarray, right: np.ndarray) -> float:
     return float((total * right).sum() / max(float((total * total).sum()), np.finfo(float).tiny))
+
+
+def _carried(plan: Plan, moment: str) -> float:
+    """The share of a moment that an update leaves of it."""
+    first, second = plan.optimizer.betas
+    return {"exp_avg": first, "exp_avg_sq": second, "momentum_buffer": momentum_of(plan.optimizer)}[moment]
 
 
 def _decays(plan: Plan, name: str) -> bool:

@@ -15,8 +15,9 @@ from ...core.layout.layout import Layout
 from ...core.machine.cluster import ClusterSpec
 from ...core.machine.cluster_presets import cluster_preset
 from ...core.model.model import ModelSpec
+from ...core.plan.optimizer import Optimizer
 from ...core.plan.plan import Plan
-from ...core.plan.sections import Batch, Numerics, Optimizer, Precision, Train
+from ...core.plan.sections import Batch, Numerics, Precision, Train
 
 NUM_LAYERS = 3
 """Odd, so that pipelines cut them unevenly; one dense and two with experts in a mixture."""

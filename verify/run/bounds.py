@@ -41,6 +41,7 @@ from ..ledger.ledger import (
     Key,
 )
 from ..ledger.relations import section_of
+from .sgd import momentum_of
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Half the distance from 1 to the next number: 24, 8 and 11 bits of significand (IEEE 754; bfloat16 keeps 8)."""
@@ -147,19 +148,29 @@ class StepBounds:
 
     def _of_state(self, key: Key, largest: Mapping[Key, float]) -> float:
         """The moments take a share of the gradient, which clipping divides by the norm; both runs move a weight
-        by one update at most."""
+        by one update of AdamW at most, SGD by a multiple of how far gradients are apart."""
         unit, (first, second) = UNIT_ROUNDOFF["fp32"], self.plan.optimizer.betas
+        if self.plan.optimizer.name == "sgd":
+            name = key.tensor if key.phase == WEIGHT else key.tensor.rpartition(".")[0]
+            moved = self.plan.train.learning_rate * (1 + momentum_of(self.plan.optimizer))
+            taken = self._of_clipped(Key(key.step, GRADIENT, name), largest)
+            return taken * (moved if key.phase == WEIGHT else 1.0) + 4 * unit * largest[key]
         if key.phase == WEIGHT:
             return (
                 2 * self.plan.train.learning_rate * largest_update(key.step + 1, first, second)
                 + 4 * unit * largest[key]
             )
         name, _, moment = key.tensor.rpartition(".")
-        gradient, norm = Key(key.step, GRADIENT, name), Key(key.step, SCALAR, "grad_norm")
-        size = largest[gradient]
-        change = self.of(gradient, largest) + (size * self.of(norm, largest) / largest[norm] if largest[norm] else 0.0)
+        gradient = Key(key.step, GRADIENT, name)
+        size, change = largest[gradient], self._of_clipped(gradient, largest)
         taken = (1 - first) * change if moment == "exp_avg" else (1 - second) * (2 * size + change) * change
         return taken + 4 * unit * largest[key]
+
+    def _of_clipped(self, gradient: Key, largest: Mapping[Key, float]) -> float:
+        """Of a gradient divided by the norm."""
+        norm = Key(gradient.step, SCALAR, "grad_norm")
+        share = self.of(norm, largest) / largest[norm] if largest[norm] else 0.0
+        return self.of(gradient, largest) + largest[gradient] * share
 
     @cached_property
     def _sections(self) -> list[tuple[str, list[Parameter]]]:

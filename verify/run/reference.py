@@ -48,6 +48,7 @@ from .reference_run import (
     loss_names,
     reference_steps,
 )
+from .updates import OPTIMIZERS, Tensors, expected_update, moments_of
 
 EXACT = 1e-9
 """Sums of exact numerics are rounded once, in fp64."""
@@ -301,18 +302,18 @@ class _Check:
             if not self._has(Key(step, GRADIENT, name)):
                 continue
             self.num_updates += 1
-            gradient, moments = self._values(Key(step, GRADIENT, name)) * coefficient, []
-            for power, moment in enumerate(("exp_avg", "exp_avg_sq"), 1):
-                key = Key(step, OPTIMIZER, f"{name}.{moment}")
-                before = self._before(key, gradient)
-                yield from self._tensor(key, adamw.moment(before, gradient, optimizer.betas[power - 1], power))
-                moments.append(self._values(key))
-            decay = optimizer.weight_decay if name in self._decaying else 0.0
-            choice = adamw.Choice(train.learning_rate, optimizer.betas, optimizer.eps, decay, optimizer.clip_grad_norm)
-            key = Key(step, WEIGHT, name)
-            yield from self._tensor(
-                key, adamw.weight(self._before(key, gradient), moments[0], moments[1], choice, count)
+            gradient, weight = self._values(Key(step, GRADIENT, name)) * coefficient, Key(step, WEIGHT, name)
+            moments = {moment: Key(step, OPTIMIZER, f"{name}.{moment}") for moment in moments_of(self.plan)}
+            tensors = Tensors(
+                gradient,
+                self._before(weight, gradient),
+                {moment: self._before(key, gradient) for moment, key in moments.items()},
+                {moment: self._values(key) for moment, key in moments.items()},
             )
+            keys = {**moments, "": weight}
+            rate, decay = train.learning_rate, optimizer.weight_decay * (name in self._decaying)
+            for tensor, expected in expected_update(optimizer, tensors, rate, decay, count):
+                yield from self._tensor(keys[tensor], expected)
 
     def _before(self, key: Key, like: np.ndarray) -> np.ndarray:
         """A tensor after the last step that changed it; moments begin with zeros."""
@@ -328,8 +329,8 @@ class _Check:
             index = tuple(int(each) for each in np.argwhere(wrong)[0])
             share = adamw.ratio_added(expected, found)
             what = (
-                f"AdamW gives {expected.values[index]:.9g} at {list(index)}, to {expected.bound[index]:.1g}, and it "
-                f"is {found[index]:.9g}; "
+                f"{OPTIMIZERS[self.plan.optimizer.name]} gives {expected.values[index]:.9g} at {list(index)}, to "
+                f"{expected.bound[index]:.1g}, and it is {found[index]:.9g}; "
                 f"{int(wrong.sum())} of {wrong.size} elements differ, and what was added to them is {share:.5g} "
                 "times what is due."
             )

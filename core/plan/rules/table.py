@@ -37,6 +37,7 @@ from .modules import (
     modules_have_names,
     modules_recompute_equally,
 )
+from .optimizer import offloaded_moments_exist
 from .recompute import (
     distributed_inputs_are_whole,
     offloaded_layers_exist,
@@ -310,6 +311,12 @@ RULES: tuple[Rule, ...] = (
         ("offload.masters", "offload.optimizer", "precision.dtype"),
         "fp32 weights go to host memory with their moments, and where layers compute with others",
         offloaded_masters_exist,
+    ),
+    Rule(
+        "offloaded-moments-exist",
+        ("offload.optimizer", "optimizer.momentum", "optimizer.name"),
+        "the optimizer keeps the moments that go to host memory",
+        offloaded_moments_exist,
     ),
     Rule(
         "shards-divide",

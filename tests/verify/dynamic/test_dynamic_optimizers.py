@@ -1,0 +1,32 @@
+"""Optimizers other than AdamW have the bits of one device in every layout, and one device those of formulas."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from helpers.gates import sampled
+from helpers.plans import plan
+from shardproof import Plan
+from shardproof.core.plan.optimizer import Optimizer
+from shardproof.core.plan.sections import Offload
+from shardproof.verify.dynamic.proof import prove
+
+SGD = Optimizer(name="sgd", nesterov=True, clip_grad_norm=0.1)
+small = partial(plan, mode="exact", steps=2, learning_rate=0.05, samples=4)
+
+
+@sampled(
+    "plan",
+    [
+        pytest.param(small(tp=2, pp=2, dp=2, optimizer=SGD), id="sgd-tp2-pp2-dp2"),
+        pytest.param(small(model="tiny-moe", ep=2, dp=2, zero=2, tp=2, etp=1, optimizer=SGD), id="sgd-experts-zero2"),
+        pytest.param(small(dp=2, zero=3, optimizer=SGD, offload=Offload(optimizer=0.5)), id="sgd-zero3-offloaded"),
+    ],
+    on_push=1,
+)
+def test_no_bit_differs(plan: Plan) -> None:
+    proof = prove(plan, transport="memory", steps=2)
+    assert proof.findings == () and proof.report["bits_different"] == 0
+    assert proof.report["reference"]["ok"] and proof.report["reference"]["updates"] > 0
