@@ -24,6 +24,7 @@ class Held:
     tensor: Tensor
     counts: bool
     rounded: Tensor | None = None
+    stage: int = 0
 
     @property
     def name(self) -> str:

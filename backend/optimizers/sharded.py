@@ -1,7 +1,8 @@
 """`ShardedOptimizer`: updates of a rank's shards from gradients divided by the token count and clipped by the norm of
 the whole gradient.
 
-Updates are elementwise (`updates`), so cuts change no bits. What rests in host memory comes to the device in pieces for
+Updates are elementwise (`updates`), so cuts change no bits; but for Muon's (`muon`), which brings whole matrices
+together. What rests in host memory comes to the device in pieces for
 it (`offloaded_moments`).
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from ...core.plan.optimizer import Optimizer, Update
 from ..base.host_copies import HostCopies
 from .held import Held
+from .muon import Muon
 from .offloaded_moments import OffloadedMoments, num_offloaded
 from .updates import Row, Step, update_rows
 
@@ -34,14 +36,17 @@ class ShardedOptimizer:
         *,
         copies: HostCopies | None = None,
         offloaded: float = 0.0,
+        muon: Muon | None = None,
     ):
-        """With `copies` the moments of the first tensors rest in host memory, at least the share `offloaded` of all,
-        and of those that rest there themselves."""
+        """`muon` has the matrices that are orthogonalised, where there are any. With `copies` the moments of the
+        first tensors rest in host memory, at least the share `offloaded` of all, and of those that rest there
+        themselves."""
         self.held = tuple(held)
         self._device = None if copies is None else copies.device
         self.learning_rate = learning_rate
         self.weight_decay = choice.weight_decay
         self._choice = choice
+        self._muon = muon
         self._updates = {id(one.tensor): choice.update_of(one.parameter) for one in self.held}
         self._updated = {id(one.tensor): _by_rows(one.tensor) for one in self.held}
         self._states: dict[int, dict[str, Tensor]] = {}
@@ -80,7 +85,9 @@ class ShardedOptimizer:
         step = Step(self.learning_rate, self.weight_decay, scale, None if skip is None else skip.float())
         laid_out = [self._gradient(one, gradient) for one, gradient in zip(self.held, gradients, strict=True)]
         here = [pair for pair in zip(self.held, laid_out, strict=True) if id(pair[0].tensor) not in self._numbers]
-        for update in dict.fromkeys(self.update_of(one) for one, _ in here):
+        if self._muon is not None:
+            self._muon.step(*self._of_muon(here), step)
+        for update in dict.fromkeys(self.update_of(one) for one, _ in here if self.update_of(one).name != "muon"):
             own = [pair for pair in here if self.update_of(pair[0]) == update]
             rows, counts = [self._row(*pair) for pair in own], self._counts([one for one, _ in own])
             update_rows(update, self._choice, rows, counts, step)
@@ -95,6 +102,14 @@ class ShardedOptimizer:
     def _row(self, one: Held, gradient: Tensor) -> Row:
         state = self._state(one)
         return self._updated[id(one.tensor)], gradient, *(state[name] for name in self.update_of(one).states)
+
+    def _of_muon(self, given: Sequence[tuple[Held, Tensor]]) -> tuple[dict[int, Row], dict[int, Update]]:
+        """The rows of matrices in the orientation of their parameters, and their updates, by tensors' identities."""
+        own = [(one, gradient) for one, gradient in given if self.update_of(one).name == "muon"]
+        turned = {id(one.tensor): self._updated[id(one.tensor)] is not one.tensor for one, _ in own}
+        rows = {id(one.tensor): self._row(one, gradient) for one, gradient in own}
+        rows = {key: tuple(each.mT for each in row) if turned[key] else row for key, row in rows.items()}
+        return rows, {id(one.tensor): self.update_of(one) for one, _ in own}
 
     def _counts(self, own: Sequence[Held]) -> list[Tensor]:
         return [self._state(one)[COUNT] for one in own if self.update_of(one).is_counted]

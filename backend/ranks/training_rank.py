@@ -68,6 +68,7 @@ from .joined import Joined
 from .layer_graphs import LayerGraphs, StageParts
 from .live_memory import LiveMeter
 from .observation import Observation
+from .orthogonalised import open_muon
 from .totals import Totals
 
 
@@ -131,12 +132,14 @@ class TrainingRank:
         if self.copies is not None and plan.offload.masters:
             self._send_masters(self.copies, plan.offload.optimizer)
         transport.register_rooms()
+        held = self._held()
         self.optimizer = ShardedOptimizer(
-            self._held(),
+            held,
             plan.optimizer,
             plan.train.learning_rate,
             copies=self.copies,
             offloaded=plan.offload.optimizer,
+            muon=open_muon(transport, plan, self.mesh, self.numerics, held),
         )
         self.batches = Batches(plan, self.mesh, transport)
         modules = None if joined is None else joined.world
@@ -395,6 +398,7 @@ class TrainingRank:
                     else placement.replica_of(stage, here["pp"]) == 0
                 ),
                 rounded=own.rounded(each),
+                stage=stage,
             )
             for stage, own in self.data_parallel.items()
             for each in own.pieces

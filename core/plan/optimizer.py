@@ -11,22 +11,25 @@ from ..base.bounds import FACTOR
 from ..base.option import Bounded, FieldProblem, noun, option
 from ..model.parameters import Parameter
 
-OptimizerName = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "sgd", "muon"]
 
 USED_BY: Mapping[str, tuple[OptimizerName, ...]] = {
-    "betas": ("adamw",),
-    "eps": ("adamw",),
-    "momentum": ("sgd",),
-    "nesterov": ("sgd",),
+    "betas": ("adamw", "muon"),
+    "eps": ("adamw", "muon"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "muon_scale": ("muon",),
+    "muon_steps": ("muon",),
 }
 """Keys that not every optimizer uses, and those that do."""
 
-MOMENTUM: Mapping[str, float] = {"sgd": 0.9}
-"""Where a plan says nothing: that of Megatron-LM's `--sgd-momentum`."""
+MOMENTUM: Mapping[str, float] = {"sgd": 0.9, "muon": 0.95}
+"""Where a plan says nothing: that of Megatron-LM's `--sgd-momentum`, and that of Jordan 2024."""
 
 STATES: Mapping[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
+    "muon": ("momentum_buffer",),
 }
 """Update -> the tensors that it keeps of a parameter, each of its shape, by torch's names."""
 
@@ -54,18 +57,24 @@ class Update:
         return of_step if self.decays else 0.0
 
 
+def is_orthogonalised(parameter: Parameter) -> bool:
+    """Whether Muon updates it: the matrices of layers, of experts each its own, and no table and no output head."""
+    return len(parameter.shape) == 2 + parameter.expert and parameter.name.startswith(("layers.", "mtp."))
+
+
 @noun()
 class Optimizer(Bounded, section="optimizer"):
-    """AdamW (Loshchilov & Hutter 2019) or SGD with momentum (as `torch.optim.SGD`), and global-norm clipping;
-    `clip_grad_norm=0` turns clipping off."""
+    """AdamW (Loshchilov & Hutter 2019), SGD with momentum (as `torch.optim.SGD`) or Muon (Jordan 2024), and global-norm
+    clipping; `clip_grad_norm=0` turns clipping off."""
 
     name: OptimizerName = option(
         "the optimizer",
         default="adamw",
+        more="Muon orthogonalises the matrices of layers; all else, the tables and the output head follow its AdamW.",
         read_by="core.plan.optimizer",
     )
     betas: tuple[float, float] = option(
-        "adamw: decay of the moment estimates",
+        "adamw, muon: decay of the moment estimates",
         default=(0.9, 0.95),
         minimum=0,
         below=1,
@@ -73,7 +82,7 @@ class Optimizer(Bounded, section="optimizer"):
         read_by="backend.optimizers.updates",
     )
     eps: float = option(
-        "adamw: added to the root of the second moment",
+        "adamw, muon: added to the root of the second moment",
         default=1e-8,
         above=0,
         bound=FACTOR,
@@ -96,20 +105,36 @@ class Optimizer(Bounded, section="optimizer"):
     )
     _: KW_ONLY
     momentum: float | None = option(
-        "sgd: what is left of the momentum buffer",
+        "sgd, muon: what is left of the momentum buffer",
         default=None,
         minimum=0,
         below=1,
         bound=FACTOR,
-        default_note="0.9",
+        default_note="0.9, for muon 0.95",
         more="SGD without momentum keeps no state.",
         read_by="core.plan.optimizer",
     )
     nesterov: bool | None = option(
-        "sgd: the gradient is added to its momentum once more",
+        "sgd, muon: the gradient is added to its momentum once more",
         default=None,
-        default_note="false",
+        default_note="with muon",
         read_by="core.plan.optimizer",
+    )
+    muon_scale: Literal["match_rms", "original"] = option(
+        "muon: what an orthogonal matrix of A rows and B columns is scaled by",
+        default="match_rms",
+        more=(
+            "`match_rms`: 0.2 sqrt(max(A, B)), so that an update is as large as one of AdamW (Liu et al. 2025, "
+            "arXiv 2502.16982, equation 4). `original`: sqrt(max(1, A / B)) (Jordan 2024)."
+        ),
+        read_by="backend.optimizers.orthogonal",
+    )
+    muon_steps: int = option(
+        "muon: iterations of Newton and Schulz",
+        default=5,
+        minimum=1,
+        maximum=20,
+        read_by="backend.optimizers.orthogonal",
     )
 
     @cached_property
@@ -120,17 +145,24 @@ class Optimizer(Bounded, section="optimizer"):
     @cached_property
     def own_nesterov(self) -> bool:
         """Whether it is Nesterov's."""
-        return bool(self.nesterov)
+        return self.name == "muon" if self.nesterov is None else self.nesterov
 
     @property
     def keeps_moments(self) -> bool:
         """Whether it keeps something of every parameter between steps."""
-        return self.name == "adamw" or self.own_momentum > 0
+        return self.name != "sgd" or self.own_momentum > 0
 
     def update_of(self, parameter: Parameter) -> Update:
         """How a parameter follows from its gradient."""
-        states = STATES[self.name] if self.keeps_moments else ()
-        return Update(self.name, states, parameter.decay)
+        name = self.name if self.name != "muon" or is_orthogonalised(parameter) else "adamw"
+        return Update(name, STATES[name] if self.keeps_moments else (), parameter.decay)
+
+    @property
+    def elementwise(self) -> Optimizer:
+        """What updates tensors element by element: Muon's AdamW, else the optimizer itself."""
+        if self.name != "muon":
+            return self
+        return Optimizer("adamw", self.betas, self.eps, self.weight_decay, self.clip_grad_norm)
 
     def unused(self, given: Iterable[str]) -> Iterable[FieldProblem]:
         """What is wrong with keys that are given and that this optimizer does not use."""

@@ -32,7 +32,6 @@ from ..ledger.ledger import (
 from ..ledger.relations import Class, Evidence, Known, Relation, earlier, relate, relate_values
 from ..ledger.summary import summarize
 from ..run.contributions import Contributions, Part
-from ..run.sgd import momentum_of
 from .axes import likely_axes, wrong_gradients
 from .local_means import explained_by_counts
 from .norms import Squares, Suspects, explained_by_squares
@@ -345,7 +344,7 @@ def _scale(total: np.ndarray, right: np.ndarray) -> float:
 def _carried(plan: Plan, moment: str) -> float:
     """The share of a moment that an update leaves of it."""
     first, second = plan.optimizer.betas
-    return {"exp_avg": first, "exp_avg_sq": second, "momentum_buffer": momentum_of(plan.optimizer)}[moment]
+    return {"exp_avg": first, "exp_avg_sq": second}.get(moment, plan.optimizer.own_momentum)
 
 
 def _decays(plan: Plan, name: str) -> bool:

@@ -42,6 +42,7 @@ from ..ledger.ledger import (
 )
 from ..ledger.relations import section_of
 from .sgd import momentum_of
+from .updates import kind_of
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Half the distance from 1 to the next number: 24, 8 and 11 bits of significand (IEEE 754; bfloat16 keeps 8)."""
@@ -107,6 +108,10 @@ def largest_update(step: int, first: float, second: float) -> float:
     return (1 - first) / (1 - first**step) * math.sqrt(ratio * (1 - second**step) / (1 - second))
 
 
+LARGEST_ORTHOGONAL = 1.3
+"""No element is larger than the largest singular value, which Newton-Schulz iterations leave below this."""
+
+
 @dataclass(frozen=True)
 class StepBounds:
     """The bounds of one step of a plan, from equal weights and moments."""
@@ -148,13 +153,18 @@ class StepBounds:
 
     def _of_state(self, key: Key, largest: Mapping[Key, float]) -> float:
         """The moments take a share of the gradient, which clipping divides by the norm; both runs move a weight
-        by one update of AdamW at most, SGD by a multiple of how far gradients are apart."""
+        by one update of AdamW or Muon at most, SGD by a multiple of how far gradients are apart."""
         unit, (first, second) = UNIT_ROUNDOFF["fp32"], self.plan.optimizer.betas
-        if self.plan.optimizer.name == "sgd":
-            name = key.tensor if key.phase == WEIGHT else key.tensor.rpartition(".")[0]
-            moved = self.plan.train.learning_rate * (1 + momentum_of(self.plan.optimizer))
+        name = key.tensor if key.phase == WEIGHT else key.tensor.rpartition(".")[0]
+        (parameter,) = (each for each in parameters(self.plan.model) if each.name == name)
+        rate, kind = self.plan.train.learning_rate, kind_of(self.plan, parameter)
+        if kind != "adamw":
             taken = self._of_clipped(Key(key.step, GRADIENT, name), largest)
-            return taken * (moved if key.phase == WEIGHT else 1.0) + 4 * unit * largest[key]
+            if key.phase == WEIGHT and kind == "muon":
+                taken = 2 * rate * LARGEST_ORTHOGONAL * math.sqrt(max(parameter.shape[-2:]))
+            elif key.phase == WEIGHT:
+                taken *= rate * (1 + momentum_of(self.plan.optimizer))
+            return taken + 4 * unit * largest[key]
         if key.phase == WEIGHT:
             return (
                 2 * self.plan.train.learning_rate * largest_update(key.step + 1, first, second)

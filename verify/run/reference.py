@@ -48,7 +48,7 @@ from .reference_run import (
     loss_names,
     reference_steps,
 )
-from .updates import OPTIMIZERS, Tensors, expected_update, moments_of
+from .updates import WORDS, Tensors, expected_update, kind_of, moments_of
 
 EXACT = 1e-9
 """Sums of exact numerics are rounded once, in fp64."""
@@ -169,10 +169,6 @@ class _Check:
             for each in parameters(self.plan.model)
             if not self.own_block or self._has(Key(NO_STEP, WEIGHT, each.name))
         ]
-
-    @cached_property
-    def _decaying(self) -> set[str]:
-        return {each.name for each in parameters(self.plan.model) if each.decay}
 
     def _has(self, key: Key) -> bool:
         return key in self.ledger.pieces
@@ -298,12 +294,13 @@ class _Check:
         is wrong is named once."""
         optimizer, train = self.plan.optimizer, self.plan.train
         coefficient = adamw.clipping(self._number(step, "grad_norm"), optimizer.clip_grad_norm)
-        for name in self._names:
+        for parameter in (each for each in parameters(self.plan.model) if each.name in self._names):
+            name = parameter.name
             if not self._has(Key(step, GRADIENT, name)):
                 continue
             self.num_updates += 1
             gradient, weight = self._values(Key(step, GRADIENT, name)) * coefficient, Key(step, WEIGHT, name)
-            moments = {moment: Key(step, OPTIMIZER, f"{name}.{moment}") for moment in moments_of(self.plan)}
+            moments = {moment: Key(step, OPTIMIZER, f"{name}.{moment}") for moment in moments_of(self.plan, parameter)}
             tensors = Tensors(
                 gradient,
                 self._before(weight, gradient),
@@ -311,9 +308,9 @@ class _Check:
                 {moment: self._values(key) for moment, key in moments.items()},
             )
             keys = {**moments, "": weight}
-            rate, decay = train.learning_rate, optimizer.weight_decay * (name in self._decaying)
-            for tensor, expected in expected_update(optimizer, tensors, rate, decay, count):
-                yield from self._tensor(keys[tensor], expected)
+            rate, decay = train.learning_rate, optimizer.weight_decay * parameter.decay
+            for tensor, expected in expected_update(self.plan, parameter, tensors, rate, decay, count):
+                yield from self._tensor(keys[tensor], expected, WORDS[kind_of(self.plan, parameter)])
 
     def _before(self, key: Key, like: np.ndarray) -> np.ndarray:
         """A tensor after the last step that changed it; moments begin with zeros."""
@@ -322,14 +319,14 @@ class _Check:
                 return self._values(key._replace(step=step))
         return np.zeros_like(like)
 
-    def _tensor(self, key: Key, expected: adamw.Expected) -> Iterator[Finding]:
+    def _tensor(self, key: Key, expected: adamw.Expected, kind: str) -> Iterator[Finding]:
         found = self._values(key)
         wrong = ~(np.abs(found - expected.values) <= expected.bound)
         if wrong.any():
             index = tuple(int(each) for each in np.argwhere(wrong)[0])
             share = adamw.ratio_added(expected, found)
             what = (
-                f"{OPTIMIZERS[self.plan.optimizer.name]} gives {expected.values[index]:.9g} at {list(index)}, to "
+                f"{kind} gives {expected.values[index]:.9g} at {list(index)}, to "
                 f"{expected.bound[index]:.1g}, and it is {found[index]:.9g}; "
                 f"{int(wrong.sum())} of {wrong.size} elements differ, and what was added to them is {share:.5g} "
                 "times what is due."

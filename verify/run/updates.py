@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...core.plan.optimizer import Optimizer
+from ...core.model.parameters import Parameter
 from ...core.plan.plan import Plan
-from . import adamw, sgd
+from . import adamw, muon, sgd
 from .adamw import Expected
 
-OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
-"""`optimizer.name` in words."""
+WORDS = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
+"""`kind_of` for people."""
 
 
 @dataclass(frozen=True)
@@ -26,25 +26,39 @@ class Tensors:
     after: Mapping[str, np.ndarray]
 
 
-def moments_of(plan: Plan) -> tuple[str, ...]:
-    """The moments that a plan's optimizer keeps of a parameter, by torch's names."""
-    if plan.optimizer.name == "adamw":
+def kind_of(plan: Plan, parameter: Parameter) -> str:
+    """Which update a parameter gets: a key of `WORDS`."""
+    name = plan.optimizer.name
+    return "adamw" if name == "muon" and not muon.is_matrix(parameter) else name
+
+
+def moments_of(plan: Plan, parameter: Parameter) -> tuple[str, ...]:
+    """The moments that the update of a parameter keeps, by torch's names."""
+    kind = kind_of(plan, parameter)
+    if kind == "adamw":
         return "exp_avg", "exp_avg_sq"
-    return ("momentum_buffer",) if sgd.momentum_of(plan.optimizer) else ()
+    return ("momentum_buffer",) if kind == "muon" or sgd.momentum_of(plan.optimizer) else ()
 
 
 def expected_update(
-    optimizer: Optimizer, tensors: Tensors, learning_rate: float, decay: float, count: int
+    plan: Plan, parameter: Parameter, tensors: Tensors, learning_rate: float, decay: float, count: int
 ) -> Iterator[tuple[str, Expected]]:
     """What the update number `count`, from 1, leaves in every moment by name, then in the weight, whose name is empty.
     The weight follows from the moments that are there: what is wrong is named once."""
-    if optimizer.name == "sgd":
+    optimizer, kind = plan.optimizer, kind_of(plan, parameter)
+    gradient, weight = tensors.gradient, tensors.weight
+    if kind == "sgd":
         rule = sgd.Rule(learning_rate, sgd.momentum_of(optimizer), bool(optimizer.nesterov), decay)
         for name, before in tensors.before.items():
-            yield name, sgd.momentum(before, tensors.gradient, tensors.weight, rule)
-        yield "", sgd.weight(tensors.weight, tensors.gradient, tensors.after.get("momentum_buffer"), rule)
-        return
-    for power, name in enumerate(("exp_avg", "exp_avg_sq"), 1):
-        yield name, adamw.moment(tensors.before[name], tensors.gradient, optimizer.betas[power - 1], power)
-    choice = adamw.Choice(learning_rate, optimizer.betas, optimizer.eps, decay, optimizer.clip_grad_norm)
-    yield "", adamw.weight(tensors.weight, tensors.after["exp_avg"], tensors.after["exp_avg_sq"], choice, count)
+            yield name, sgd.momentum(before, gradient, weight, rule)
+        yield "", sgd.weight(weight, gradient, tensors.after.get("momentum_buffer"), rule)
+    elif kind == "muon":
+        own = muon.rule_of(optimizer, learning_rate, decay)
+        yield "momentum_buffer", muon.momentum(tensors.before["momentum_buffer"], gradient, own)
+        rows = muon.matrices(plan.model, parameter)
+        yield "", muon.weight(weight, gradient, tensors.after["momentum_buffer"], own, rows)
+    else:
+        for power, name in enumerate(("exp_avg", "exp_avg_sq"), 1):
+            yield name, adamw.moment(tensors.before[name], gradient, optimizer.betas[power - 1], power)
+        choice = adamw.Choice(learning_rate, optimizer.betas, optimizer.eps, decay, optimizer.clip_grad_norm)
+        yield "", adamw.weight(weight, tensors.after["exp_avg"], tensors.after["exp_avg_sq"], choice, count)

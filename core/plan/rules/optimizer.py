@@ -10,6 +10,11 @@ from ..sections import Offload
 
 def offloaded_moments_exist(offload: Offload, optimizer: Optimizer) -> Iterator[str]:
     """An optimizer whose moments go to host memory keeps some."""
+    if offload.optimizer and optimizer.name == "muon":
+        yield (
+            f"optimizer={offload.optimizer:g} keeps moments in host memory, and those of Muon stay on the device. "
+            "Leave offload.optimizer out, or use adamw or sgd."
+        )
     if offload.optimizer and not optimizer.keeps_moments:
         yield (
             f"optimizer={offload.optimizer:g} keeps moments in host memory, but SGD with momentum=0 has none. Leave "

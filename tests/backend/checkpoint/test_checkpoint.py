@@ -209,6 +209,10 @@ CHANGES = {
     ),
     "fp16-dp2-to-tp2-with-a-moving-loss-scale": (tiny(layout=Layout(dp=2), **FP16), tiny(layout=Layout(tp=2), **FP16)),
     "sgd-zero1-to-tp2": (tiny(layout=Layout(dp=3, zero=1), **SGD), tiny(layout=Layout(tp=2), **SGD)),
+    "muon-zero1-to-tp2-pp2": (
+        tiny(layout=Layout(dp=3, zero=1), optimizer=Optimizer(name="muon")),
+        tiny(layout=Layout(tp=2, pp=2), optimizer=Optimizer(name="muon")),
+    ),
     "the-same-layout": (tiny(layout=Layout(tp=2, dp=2)), tiny(layout=Layout(tp=2, dp=2))),
     "bf16-tp2-to-pp2": (
         tiny(layout=Layout(tp=2), **BF16),

@@ -17,11 +17,12 @@ PLAN = '[model]\npreset = "tiny-gpt"\n[batch]\nglobal = 4\nsequence = 32\n[clust
         (
             'name = "sgd"\nbetas = [0.8, 0.9]',
             10,
-            'betas has no meaning with optimizer.name="sgd": it is a key of adamw',
+            'betas has no meaning with optimizer.name="sgd": it is a key of adamw and muon',
         ),
         ('name = "sgd"\neps = 1e-8', 10, 'eps has no meaning with optimizer.name="sgd"'),  # its default, but given
-        ("momentum = 0.9", 9, 'momentum has no meaning with optimizer.name="adamw": it is a key of sgd'),
+        ("momentum = 0.9", 9, 'momentum has no meaning with optimizer.name="adamw": it is a key of sgd and muon'),
         ('nesterov = false\nname = "adamw"', 9, 'nesterov has no meaning with optimizer.name="adamw"'),
+        ('name = "sgd"\nmuon_steps = 5', 10, 'muon_steps has no meaning with optimizer.name="sgd"'),
         ('name = "sgd"\nnesterov = true\nmomentum = 0.0', 10, "nesterov=true needs a momentum, and momentum=0"),
     ],
 )

@@ -14,6 +14,7 @@ from shardproof.core.plan.sections import Offload
 from shardproof.verify.dynamic.proof import prove
 
 SGD = Optimizer(name="sgd", nesterov=True, clip_grad_norm=0.1)
+MUON = Optimizer(name="muon", clip_grad_norm=0.1)
 small = partial(plan, mode="exact", steps=2, learning_rate=0.05, samples=4)
 
 
@@ -23,8 +24,15 @@ small = partial(plan, mode="exact", steps=2, learning_rate=0.05, samples=4)
         pytest.param(small(tp=2, pp=2, dp=2, optimizer=SGD), id="sgd-tp2-pp2-dp2"),
         pytest.param(small(model="tiny-moe", ep=2, dp=2, zero=2, tp=2, etp=1, optimizer=SGD), id="sgd-experts-zero2"),
         pytest.param(small(dp=2, zero=3, optimizer=SGD, offload=Offload(optimizer=0.5)), id="sgd-zero3-offloaded"),
+        pytest.param(small(tp=2, pp=2, dp=2, optimizer=MUON), id="muon-tp2-pp2-dp2"),
+        pytest.param(small(model="tiny-moe", ep=2, dp=2, zero=2, tp=2, etp=1, optimizer=MUON), id="muon-experts-zero2"),
+        pytest.param(small(model="tiny-llama", dp=3, zero=3, samples=6, optimizer=MUON), id="muon-zero3"),
+        pytest.param(
+            small(pp=2, dp=2, zero=1, schedule="DualPipe", num_layers=4, samples=8, optimizer=MUON),
+            id="muon-replicas",
+        ),
     ],
-    on_push=1,
+    on_push=2,
 )
 def test_no_bit_differs(plan: Plan) -> None:
     proof = prove(plan, transport="memory", steps=2)
