@@ -23,6 +23,7 @@ SUBJECTS = (
     "loss",
     "more",
     "norm",
+    "optimizers",
     "parameters",
     "precision",
     "random",
