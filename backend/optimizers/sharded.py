@@ -48,6 +48,7 @@ class ShardedOptimizer:
         self._choice = choice
         self._muon = muon
         self._updates = {id(one.tensor): choice.update_of(one.parameter) for one in self.held}
+        self._order = list(dict.fromkeys(self._updates.values()))
         self._updated = {id(one.tensor): _by_rows(one.tensor) for one in self.held}
         self._states: dict[int, dict[str, Tensor]] = {}
         number = num_offloaded([one.tensor.nbytes for one in self.held], offloaded)
@@ -182,9 +183,10 @@ class ShardedOptimizer:
         here = (one for one in self.held if id(one.tensor) not in self._numbers)
         return sum(len(self.update_of(one).states) * one.tensor.nbytes for one in here)
 
-    def _group(self, one: Held) -> tuple[bool, bool]:
+    def _group(self, one: Held) -> tuple[bool, int, bool]:
         """Equal for what one call of the library updates: with weight decay first, weights on the device first."""
-        return not self.update_of(one).decays, one.rounded is not None
+        update = self.update_of(one)
+        return not update.decays, self._order.index(update), one.rounded is not None
 
 
 def _by_rows(tensor: Tensor) -> Tensor:

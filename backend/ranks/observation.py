@@ -122,3 +122,6 @@ class Observation:
         whole = [shard for stage in self._stages.values() for shard in stage.trained.values()]
         for each in whole if self._rests_whole and not any(self._coming.values()) else optimizer.held:
             self._observer.weight(each.parameter.name, each.slices, each.tensor)
+        for each in (shard for stage in self._stages.values() for shard in stage.shards.values()):
+            if self._plan.optimizer.update_of(each.parameter).is_frozen:
+                self._observer.weight(each.parameter.name, each.slices, each.tensor)

@@ -10,6 +10,7 @@ from typing import Literal
 from ..base.bounds import FACTOR
 from ..base.option import Bounded, FieldProblem, noun, option
 from ..model.parameters import Parameter
+from .parameter_groups import ParameterGroup
 
 OptimizerName = Literal["adamw", "sgd", "muon"]
 
@@ -37,11 +38,12 @@ STATES: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class Update:
     """How one parameter follows from its gradient: by the update `name`, a key of `STATES`, which keeps the tensors
-    `states`. `decays` says whether the weight decay of a step is its own."""
+    `states`. `decays` says whether it has the weight decay of a step, unless its `group` has another."""
 
     name: str
     states: tuple[str, ...]
     decays: bool
+    group: ParameterGroup | None = None
 
     @property
     def is_counted(self) -> bool:
@@ -50,11 +52,18 @@ class Update:
 
     def learning_rate(self, of_step: float) -> float:
         """Its learning rate, from that of a step."""
-        return of_step
+        return of_step if self.group is None else of_step * self.group.learning_rate_multiplier
 
     def weight_decay(self, of_step: float) -> float:
         """Its weight decay, from that of a step."""
+        if self.group is not None and self.group.weight_decay is not None:
+            return self.group.weight_decay
         return of_step if self.decays else 0.0
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the parameter is not trained."""
+        return self.group is not None and self.group.frozen
 
 
 def is_orthogonalised(parameter: Parameter) -> bool:
@@ -137,6 +146,17 @@ class Optimizer(Bounded, section="optimizer"):
         read_by="backend.optimizers.orthogonal",
     )
 
+    groups: tuple[ParameterGroup, ...] = option(
+        "parameters that are treated otherwise, by their names",
+        default=(),
+        more=(
+            "[[optimizer.groups]], each with `match`, a regular expression that matches whole names such as "
+            "`layers.3.mlp.up.weight`, and `weight_decay`, `learning_rate_multiplier` or `frozen`. The first that "
+            "matches a name has it."
+        ),
+        read_by="core.plan.optimizer",
+    )
+
     @cached_property
     def own_momentum(self) -> float:
         """The momentum of this optimizer; 0 for one that has none."""
@@ -155,7 +175,10 @@ class Optimizer(Bounded, section="optimizer"):
     def update_of(self, parameter: Parameter) -> Update:
         """How a parameter follows from its gradient."""
         name = self.name if self.name != "muon" or is_orthogonalised(parameter) else "adamw"
-        return Update(name, STATES[name] if self.keeps_moments else (), parameter.decay)
+        group = next((each for each in self.groups if each.has(parameter.name)), None)
+        is_frozen = group is not None and group.frozen
+        states = STATES[name] if self.keeps_moments and not is_frozen else ()
+        return Update(name, states, parameter.decay, group)
 
     @property
     def elementwise(self) -> Optimizer:

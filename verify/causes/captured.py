@@ -32,6 +32,7 @@ from ..ledger.ledger import (
 from ..ledger.relations import Class, Evidence, Known, Relation, earlier, relate, relate_values
 from ..ledger.summary import summarize
 from ..run.contributions import Contributions, Part
+from ..run.updates import rate_and_decay
 from .axes import likely_axes, wrong_gradients
 from .local_means import explained_by_counts
 from .norms import Squares, Suspects, explained_by_squares
@@ -285,7 +286,7 @@ class Captured:
             yield "what is left of the moment before", beta * old
             yield "what the gradient of this step adds", now - beta * old
         elif key.phase == WEIGHT and self._has(before):
-            decay = _decay(plan, old) if _decays(plan, key.tensor) else np.zeros_like(old)
+            decay = _decay(plan, key.tensor, old)
             yield "the weight decay", decay
             yield "the update", now - old - decay
         elif (operands := [key._replace(tensor=each) for each in _operands(key)]) and all(map(self._has, operands)):
@@ -299,8 +300,8 @@ class Captured:
         old = self._whole(before).astype(np.float64)
         if key.phase not in (WEIGHT, GATHERED):
             yield "the values of the step before", "stale", old
-        elif key.phase == WEIGHT and not _decays(plan, key.tensor):
-            yield "a weight decay that it does not have", "scaled", _decay(plan, old)
+        elif key.phase == WEIGHT and not _decay(plan, key.tensor, old).any():
+            yield "a weight decay that it does not have", "scaled", _usual_decay(plan, old)
 
     def _has(self, key: Key) -> bool:
         return key in self.right.pieces and self.right.pieces[key][0].stored is not None
@@ -347,12 +348,15 @@ def _carried(plan: Plan, moment: str) -> float:
     return {"exp_avg": first, "exp_avg_sq": second}.get(moment, plan.optimizer.own_momentum)
 
 
-def _decays(plan: Plan, name: str) -> bool:
-    return any(each.decay for each in parameters(plan.model) if each.name == name)
+def _decay(plan: Plan, name: str, old: np.ndarray) -> np.ndarray:
+    """What weight decay adds to the weights of a parameter (Loshchilov & Hutter 2019, algorithm 2)."""
+    (parameter,) = (each for each in parameters(plan.model) if each.name == name)
+    rate, decay = rate_and_decay(plan, parameter)
+    return -rate * decay * old
 
 
-def _decay(plan: Plan, old: np.ndarray) -> np.ndarray:
-    """What weight decay adds to weights (Loshchilov & Hutter 2019, algorithm 2)."""
+def _usual_decay(plan: Plan, old: np.ndarray) -> np.ndarray:
+    """The same where parameters are decayed that should not be."""
     return -plan.train.learning_rate * plan.optimizer.weight_decay * old
 
 

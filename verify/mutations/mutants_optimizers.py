@@ -20,7 +20,7 @@ from .plans import tiny
 OURS = "ours: what layer-wise optimizers on shards get wrong"
 
 
-def plan_with(name: OptimizerName, **degrees: int) -> Plan:
+def plan_with(name: OptimizerName, **degrees: Any) -> Plan:
     """A tiny plan with this optimizer."""
     plan = tiny(samples=4, **degrees)
     return replace(plan, optimizer=Optimizer(name, clip_grad_norm=plan.optimizer.clip_grad_norm))

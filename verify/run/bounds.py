@@ -42,7 +42,7 @@ from ..ledger.ledger import (
 )
 from ..ledger.relations import section_of
 from .sgd import momentum_of
-from .updates import kind_of
+from .updates import is_frozen, kind_of, rate_and_decay
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Half the distance from 1 to the next number: 24, 8 and 11 bits of significand (IEEE 754; bfloat16 keeps 8)."""
@@ -157,7 +157,9 @@ class StepBounds:
         unit, (first, second) = UNIT_ROUNDOFF["fp32"], self.plan.optimizer.betas
         name = key.tensor if key.phase == WEIGHT else key.tensor.rpartition(".")[0]
         (parameter,) = (each for each in parameters(self.plan.model) if each.name == name)
-        rate, kind = self.plan.train.learning_rate, kind_of(self.plan, parameter)
+        if is_frozen(self.plan, parameter):
+            return 0.0
+        (rate, _), kind = rate_and_decay(self.plan, parameter), kind_of(self.plan, parameter)
         if kind != "adamw":
             taken = self._of_clipped(Key(key.step, GRADIENT, name), largest)
             if key.phase == WEIGHT and kind == "muon":
@@ -166,10 +168,7 @@ class StepBounds:
                 taken *= rate * (1 + momentum_of(self.plan.optimizer))
             return taken + 4 * unit * largest[key]
         if key.phase == WEIGHT:
-            return (
-                2 * self.plan.train.learning_rate * largest_update(key.step + 1, first, second)
-                + 4 * unit * largest[key]
-            )
+            return 2 * rate * largest_update(key.step + 1, first, second) + 4 * unit * largest[key]
         name, _, moment = key.tensor.rpartition(".")
         gradient = Key(key.step, GRADIENT, name)
         size, change = largest[gradient], self._of_clipped(gradient, largest)

@@ -48,7 +48,7 @@ from .reference_run import (
     loss_names,
     reference_steps,
 )
-from .updates import WORDS, Tensors, expected_update, kind_of, moments_of
+from .updates import WORDS, Tensors, expected_update, is_frozen, kind_of, moments_of, rate_and_decay
 
 EXACT = 1e-9
 """Sums of exact numerics are rounded once, in fp64."""
@@ -170,6 +170,10 @@ class _Check:
             if not self.own_block or self._has(Key(NO_STEP, WEIGHT, each.name))
         ]
 
+    @cached_property
+    def _frozen(self) -> set[str]:
+        return {each.name for each in parameters(self.plan.model) if is_frozen(self.plan, each)}
+
     def _has(self, key: Key) -> bool:
         return key in self.ledger.pieces
 
@@ -285,17 +289,18 @@ class _Check:
 
     def _gradients_are_there(self, step: int) -> Iterator[Finding]:
         for name in self._names:
-            if not self._has(Key(step, GRADIENT, name)):
+            if not self._has(Key(step, GRADIENT, name)) and name not in self._frozen:
                 what = "it is trained, and has no gradient and no update."
                 yield self._finding("reference-update", step, f"weight {name}", what, tensor=name)
 
     def _update(self, step: int, count: int) -> Iterator[Finding]:
         """Each tensor from what was before it and, for weights, from the moments that are there: what
         is wrong is named once."""
-        optimizer, train = self.plan.optimizer, self.plan.train
-        coefficient = adamw.clipping(self._number(step, "grad_norm"), optimizer.clip_grad_norm)
+        coefficient = adamw.clipping(self._number(step, "grad_norm"), self.plan.optimizer.clip_grad_norm)
         for parameter in (each for each in parameters(self.plan.model) if each.name in self._names):
             name = parameter.name
+            if is_frozen(self.plan, parameter):
+                yield from self._stays(step, parameter.name)
             if not self._has(Key(step, GRADIENT, name)):
                 continue
             self.num_updates += 1
@@ -308,9 +313,17 @@ class _Check:
                 {moment: self._values(key) for moment, key in moments.items()},
             )
             keys = {**moments, "": weight}
-            rate, decay = train.learning_rate, optimizer.weight_decay * parameter.decay
+            rate, decay = rate_and_decay(self.plan, parameter)
             for tensor, expected in expected_update(self.plan, parameter, tensors, rate, decay, count):
                 yield from self._tensor(keys[tensor], expected, WORDS[kind_of(self.plan, parameter)])
+
+    def _stays(self, step: int, name: str) -> Iterator[Finding]:
+        """A frozen parameter has no gradient, and its weight is that of before."""
+        key = Key(step, WEIGHT, name)
+        changed = not self._has(key) or not np.array_equal(self._values(key), self._before(key, np.zeros(())))
+        if changed or self._has(Key(step, GRADIENT, name)):
+            what = "it is frozen, and it has changed." if changed else "it is frozen, and has a gradient."
+            yield self._finding("reference-update", step, f"weight {name}", what, tensor=name)
 
     def _before(self, key: Key, like: np.ndarray) -> np.ndarray:
         """A tensor after the last step that changed it; moments begin with zeros."""

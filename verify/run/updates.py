@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...core.model.parameters import Parameter
+from ...core.plan.parameter_groups import ParameterGroup
 from ...core.plan.plan import Plan
 from . import adamw, muon, sgd
 from .adamw import Expected
@@ -24,6 +26,30 @@ class Tensors:
     weight: np.ndarray
     before: Mapping[str, np.ndarray]
     after: Mapping[str, np.ndarray]
+
+
+def group_of(plan: Plan, parameter: Parameter) -> ParameterGroup | None:
+    """The first group of a plan whose expression is the whole name of a parameter."""
+    for group in plan.optimizer.groups:
+        if re.compile(group.match).fullmatch(parameter.name):
+            return group
+    return None
+
+
+def is_frozen(plan: Plan, parameter: Parameter) -> bool:
+    """Whether a parameter stays as it is."""
+    group = group_of(plan, parameter)
+    return group is not None and group.frozen
+
+
+def rate_and_decay(plan: Plan, parameter: Parameter) -> tuple[float, float]:
+    """The learning rate and weight decay of a parameter."""
+    group = group_of(plan, parameter)
+    decay = plan.optimizer.weight_decay if parameter.decay else 0.0
+    if group is None:
+        return plan.train.learning_rate, decay
+    own = decay if group.weight_decay is None else group.weight_decay
+    return plan.train.learning_rate * group.learning_rate_multiplier, own
 
 
 def kind_of(plan: Plan, parameter: Parameter) -> str:

@@ -479,6 +479,10 @@ BROKEN = {
         ("[numerics]", '[offload]\noptimizer = 1.0\n[optimizer]\nname = "sgd"\nmomentum = 0.0\n[numerics]'),
         "SGD with momentum=0 has none. Leave offload.optimizer out",
     ),
+    "groups-have-parameters": (
+        ("[numerics]", '[optimizer]\ngroups = [{ match = "layers.0.mlp.up.wieght" }]\n[numerics]'),
+        "which matches the whole name of no parameter; did you mean 'layers.0.mlp.up.weight'?",
+    ),
     "shards-divide": (
         ("[numerics]", "[data_parallel]\nshard = 3\n[numerics]"),
         ("shard=3 does not divide the dp*cp=16 ranks"),
