@@ -11,6 +11,8 @@ from helpers.gates import sampled
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.optimizer import Optimizer
+from shardproof.core.plan.parameter_groups import ParameterGroup
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch, Numerics, Precision, ScheduleChoice, Train
 from shardproof.simulator.simulation.simulate import simulate
@@ -63,9 +65,11 @@ RUNS = [
 
 @sampled(("model", "mode", "layout", "schedule"), RUNS, ids=lambda value: getattr(value, "degrees", value), on_push=5)
 def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode, layout, schedule):
-    from shardproof.backend.trainer import Trainer
+    assert_lasting_is_exact(own_plan(model, mode, layout, schedule))
 
-    plan = Plan(
+
+def own_plan(model: str, mode: str, layout: Layout, schedule: str, **sections) -> Plan:
+    return Plan(
         model=MODELS[model],
         cluster=cluster_preset("this-host", layout.world_size),
         layout=layout,
@@ -74,7 +78,28 @@ def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode,
         numerics=Numerics(mode),
         schedule=ScheduleChoice(schedule),
         train=Train(steps=2),
+        **sections,
     )
+
+
+@sampled(
+    ("optimizer", "layout"),
+    [
+        (Optimizer("sgd"), Layout(pp=2)),
+        (Optimizer("sgd", momentum=0.0), Layout(tp=2)),
+        (Optimizer("muon"), Layout(tp=2)),
+        (Optimizer(groups=(ParameterGroup("layers.[01].mlp.*", learning_rate_multiplier=0.0),)), Layout(pp=2)),
+    ],
+    ids=["sgd", "sgd-without-momentum", "muon", "groups"],
+    on_push=2,
+)
+def test_so_is_what_other_optimizers_keep(optimizer, layout):
+    assert_lasting_is_exact(own_plan("llama", "exact", layout, "1F1B", optimizer=optimizer))
+
+
+def assert_lasting_is_exact(plan: Plan) -> None:
+    from shardproof.backend.trainer import Trainer
+
     simulation = simulate(plan)
     timeline = Trainer(plan, transport="memory").fit().timeline
     # a split backward lets go of more than this meter sees: tests/backend/ranks/test_own_runs.py has those
