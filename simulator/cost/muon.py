@@ -51,7 +51,7 @@ def exchanges(plan: Plan, stage: int) -> tuple[Collective, ...]:
     """Parts of matrices to their owners, each once, and the whole back to all that hold parts."""
     copies, tp = plan.num_copies(stage), plan.layout.tp
     size, axis = (copies, copies_axis(plan, stage)) if copies > 1 else (tp, "tp")
-    if size == 1:
+    if size == 1 or plan.optimizer.name != "muon":
         return ()
     shards = num_shards(plan, stage)
     sent = back = 0.0

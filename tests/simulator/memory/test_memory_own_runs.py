@@ -107,3 +107,19 @@ def assert_lasting_is_exact(plan: Plan) -> None:
     for rank, memory in zip(simulation.global_ranks, simulation.memory, strict=True):
         measured = max(sample.num_bytes for sample in timeline.memory if sample.global_rank == rank)
         assert memory.lasting_bytes == pytest.approx(measured, abs=512)  # masks of one byte a token
+
+
+@pytest.mark.parametrize(("layout", "off"), [(Layout(tp=2), 0.08), (Layout(), 0.05)], ids=["tp2", "one"])
+def test_the_peak_of_muons_step_is_within_a_few_percent(layout: Layout, off: float) -> None:
+    """Of matrices that are larger than what a sequence leaves, so that the peak is in STEP."""
+    from shardproof.backend.trainer import Trainer
+
+    wide = replace(MODELS["llama"], num_layers=1, hidden_size=384, ffn_hidden_size=1152, num_heads=4, head_dim=96)
+    plan = own_plan("llama", "fast", layout, "1F1B", optimizer=Optimizer("muon"))
+    plan = replace(plan, model=wide, batch=Batch(1, 1, 16))
+    timeline = Trainer(plan, transport="memory", live_memory=True).fit().timeline
+    assert timeline is not None
+    for rank, memory in zip(*(getattr(simulate(plan), name) for name in ("global_ranks", "memory")), strict=True):
+        measured = max(sample.num_bytes for sample in timeline.memory if sample.global_rank == rank)
+        assert memory.peak_bytes == pytest.approx(measured, rel=off)
+        assert memory.peak_action.endswith("STEP")
