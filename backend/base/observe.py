@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -45,8 +45,9 @@ class Observer(Protocol):
         """This rank's slice of a finished gradient: summed over the global batch, divided by its
         tokens, not yet clipped."""
 
-    def optimizer_state(self, name: str, slices: Slices, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """AdamW's two moments after the step."""
+    def optimizer_state(self, name: str, slices: Slices, moments: Mapping[str, Tensor]) -> None:
+        """The moments that the update of a parameter keeps, after the step, by torch's names: `exp_avg` and
+        `exp_avg_sq` of AdamW, `momentum_buffer` of SGD."""
 
     def weight(self, name: str, slices: Slices, tensor: Tensor, *, step: int | None = None) -> None:
         """This rank's slice of a parameter after the step. Weights that are gathered during a forward of the next step

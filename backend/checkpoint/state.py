@@ -1,7 +1,8 @@
 """What the next step of a training rank depends on, as pieces of tensors with canonical names.
 
-These are weights (fp32) and the biases of experts by their own names, `optimizer.NAME.exp_avg`, `.exp_avg_sq` and
-`.step` of all that is trained, and with fp16 the `loss_scale`. Of several modules every name begins with the module's.
+These are weights (fp32) and the biases of experts by their own names, what the optimizer keeps of all that is trained
+(`optimizer.NAME.exp_avg`, `.exp_avg_sq` and `.step` of AdamW, `optimizer.NAME.momentum_buffer` of SGD and Muon), and
+with fp16 the `loss_scale`. Of several modules every name begins with the module's.
 Samples, dropout and noise follow from the number of the step.
 """
 

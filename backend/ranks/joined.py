@@ -6,7 +6,7 @@ token counts are those of all modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -191,9 +191,9 @@ class NamedObserver:
         """As `Observer.gradient`."""
         self._observer.gradient(self._name(name), slices, tensor)
 
-    def optimizer_state(self, name: str, slices: tuple[slice, ...], exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    def optimizer_state(self, name: str, slices: tuple[slice, ...], moments: Mapping[str, Tensor]) -> None:
         """As `Observer.optimizer_state`."""
-        self._observer.optimizer_state(self._name(name), slices, exp_avg, exp_avg_sq)
+        self._observer.optimizer_state(self._name(name), slices, moments)
 
     def weight(self, name: str, slices: tuple[slice, ...], tensor: Tensor, *, step: int | None = None) -> None:
         """As `Observer.weight`."""

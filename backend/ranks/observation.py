@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ...core.plan.plan import Plan
 from ..base.observe import Observer
-from ..base.optimizer import ShardedAdamW
 from ..data_parallel.buckets import part_of
 from ..data_parallel.late import LAST
 from ..gradients.parameter import Shard
 from ..model.transformer import Stage
+from ..optimizers.sharded import ShardedOptimizer
 
 
 class Observation:
@@ -38,7 +38,7 @@ class Observation:
 
     def computed(
         self,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
         found: Sequence[Tensor],
         share: float,
         numbers: Sequence[float],
@@ -55,7 +55,7 @@ class Observation:
             self._observer.gradient(one.name, one.slices, gradient if share == 1.0 else gradient * share)
         self._observer.scalar("grad_norm", norm)
 
-    def changed(self, step: int, optimizer: ShardedAdamW, *, updated: bool) -> None:
+    def changed(self, step: int, optimizer: ShardedOptimizer, *, updated: bool) -> None:
         """`step` has `updated` what this rank keeps, or left it. With late stages that is shown now, before the gather
         of the rest begins: it then has no more time until the next forward than without an observer."""
         self._step = step
@@ -63,7 +63,7 @@ class Observation:
         if self._late:
             self._state(optimizer, with_moments=updated)
 
-    def refreshed(self, optimizer: ShardedAdamW, numbers: Sequence[float], *, updated: bool) -> None:
+    def refreshed(self, optimizer: ShardedOptimizer, numbers: Sequence[float], *, updated: bool) -> None:
         """The weights of all stages but late ones, and what routers choose by, are what the step made of them; with
         what was added to its loss."""
         if not self._late:
@@ -73,7 +73,7 @@ class Observation:
             _, _, aux_loss, mtp_loss = numbers
             self._losses(aux_loss, mtp_loss)
 
-    def state(self, step: int, optimizer: ShardedAdamW) -> None:
+    def state(self, step: int, optimizer: ShardedOptimizer) -> None:
         """The weights, and the moments if there are any, as those that `step` left."""
         self._step = step
         self._observer.begin_step(step)
@@ -113,12 +113,15 @@ class Observation:
         for stage in self._late:
             self.used(stage, LAST)
 
-    def _state(self, optimizer: ShardedAdamW, *, with_moments: bool) -> None:
+    def _state(self, optimizer: ShardedOptimizer, *, with_moments: bool) -> None:
         """The moments, and the weights: those that layers compute with where they rest in fp32 and are there; else
         those that this rank keeps."""
         optimizer.settle()
         for one in optimizer.held if with_moments else ():
-            self._observer.optimizer_state(one.name, one.slices, *optimizer.moments(one))
+            self._observer.optimizer_state(one.name, one.slices, optimizer.moments(one))
         whole = [shard for stage in self._stages.values() for shard in stage.trained.values()]
         for each in whole if self._rests_whole and not any(self._coming.values()) else optimizer.held:
             self._observer.weight(each.parameter.name, each.slices, each.tensor)
+        for each in (shard for stage in self._stages.values() for shard in stage.shards.values()):
+            if self._plan.optimizer.update_of(each.parameter).is_frozen:
+                self._observer.weight(each.parameter.name, each.slices, each.tensor)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ...core.plan.plan import Plan
-from ..base.optimizer import Held
 from ..base.recorder import Recorder
 from ..model.transformer import Stage
 from ..numerics import Numerics, Scalar
+from ..optimizers.held import Held
 from ..transport.base import Group
 from ..transport.mesh import Mesh
 

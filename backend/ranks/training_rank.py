@@ -26,8 +26,6 @@ from ...core.schedule.timeline import Span
 from ..base.host_copies import HostCopies
 from ..base.loss_scale import LossScale
 from ..base.observe import Observer
-from ..base.offloaded_moments import num_offloaded
-from ..base.optimizer import Held, ShardedAdamW, clip_coefficient
 from ..base.shown_later import ShownLater
 from ..base.step_result import StepResult
 from ..base.streams import used_here
@@ -48,6 +46,9 @@ from ..model.block import BlockFactory
 from ..model.router import Router, reduce_counts
 from ..model.transformer import Stage
 from ..numerics import Numerics, make_numerics
+from ..optimizers.held import Held, clip_coefficient
+from ..optimizers.offloaded_moments import num_offloaded
+from ..optimizers.sharded import ShardedOptimizer
 from ..pipeline.activations import ActivationMeter, MemoryMeter
 from ..pipeline.executor import Executor
 from ..pipeline.graphs import StepGraphs
@@ -68,6 +69,7 @@ from .joined import Joined
 from .layer_graphs import LayerGraphs, StageParts
 from .live_memory import LiveMeter
 from .observation import Observation
+from .orthogonalised import open_muon
 from .totals import Totals
 
 
@@ -133,12 +135,14 @@ class TrainingRank:
         if self.copies is not None and plan.offload.masters:
             self._send_masters(self.copies, plan.offload.optimizer)
         transport.register_rooms()
-        self.optimizer = ShardedAdamW(
-            self._held(),
+        held = self._held()
+        self.optimizer = ShardedOptimizer(
+            held,
             plan.optimizer,
             plan.rates.learning_rate(0),
             copies=self.copies,
             offloaded=plan.offload.optimizer,
+            muon=open_muon(transport, plan, self.mesh, self.numerics, held),
         )
         self.batches = Batches(self._run, self.mesh, transport)
         self.batches.begin_batches_of(plan)
@@ -425,6 +429,7 @@ class TrainingRank:
                     else placement.replica_of(stage, here["pp"]) == 0
                 ),
                 rounded=own.rounded(each),
+                stage=stage,
             )
             for stage, own in self.data_parallel.items()
             for each in own.pieces

@@ -143,8 +143,9 @@ class LayerContext:
         """This rank's part of a parameter of the model, and the use whose gradient sum is registered. A
         tied table is made once.
 
-        A `frozen` one has no gradient and is never updated; layers compute with an `fp32` one in fp32, whatever the
-        plan's precision. Raises `UnknownNameError` for a name the model does not have.
+        A `frozen` one has no gradient and is never updated, nor one that `optimizer.groups` freezes; layers compute
+        with an `fp32` one in fp32, whatever the plan's precision. Raises `UnknownNameError` for a name the model does
+        not have.
         """
         parameter = self._parameter(name)
         if name not in self.shards:
@@ -154,7 +155,7 @@ class LayerContext:
             self.shards[name] = initial_shard(parameter, slices, seed, self.numerics.device, dtype, drawn_as=drawn_as)
         usage = Usage(parameter, role)
         usage = replace(usage, use=self.gradients.num_uses(usage))
-        if frozen:
+        if frozen or self.plan.optimizer.update_of(parameter).is_frozen:
             self.frozen.add(name)
             return self.shards[name], usage
         known = known_part(parameter, sequence_parallel=self.tokens is not None, exact=self.numerics.mode == "exact")
@@ -187,7 +188,7 @@ class LayerContext:
         self, layer: str, contributions: Sequence[tuple[Usage, Callable[[], Contribution]]], microbatch: Microbatch
     ) -> None:
         """Leaves weight gradients to `weight_work`: pairs of a use and a function that computes its contribution."""
-
+        contributions = [pair for pair in contributions if pair[0].parameter.name not in self.frozen]
         if (collect := self._running.collect) is not None:
             collect(layer, contributions)
             return

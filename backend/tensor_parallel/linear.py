@@ -43,7 +43,6 @@ class ParallelLinear(nn.Module, ABC):
         weight = weight or f"{name}.weight"
         self.name = name
         self.context = context
-        self.frozen = frozen
         self.leaves = context.owned_leaves(weight)
         self.shard, self.usage = context.shard(weight, role, frozen=frozen)
         self.bias: Shard | None
@@ -51,6 +50,8 @@ class ParallelLinear(nn.Module, ABC):
         self.bias, self.bias_usage = (
             context.shard(f"{name}.bias", frozen=frozen) if context.has(f"{name}.bias") else (None, None)
         )
+        own = [each.parameter.name for each in (self.shard, self.bias) if each is not None]
+        self.frozen = context.frozen.issuperset(own)
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ from ..model.model import ModelSpec
 from ..plan.build import Draft, refuse_modules
 from ..plan.communicators import Communicators
 from ..plan.keys import key_named
+from ..plan.optimizer import Optimizer
 from ..plan.plan import Plan, any_plan, build_plan
-from ..plan.sections import Batch, Checkpoint, DataParallel, Numerics, Offload, Optimizer, Precision, Runtime, Train
+from ..plan.sections import Batch, Checkpoint, DataParallel, Numerics, Offload, Precision, Runtime, Train
 from ..plan.toml import Given, Values
 from ..schedule import default_name
 from ..schedule.timeline import Timeline

@@ -21,6 +21,8 @@ from ..model.huggingface import read_config
 from ..model.model import ModelSpec
 from ..model.model_presets import model_preset
 from .keys import KEYS, NOUNS, Key, keys_of
+from .optimizer import Optimizer
+from .parameter_groups import group_complaints, group_of
 from .rules import broken_rules
 from .toml import Given, Values, num_modules, read_values
 
@@ -181,7 +183,11 @@ class Draft:
         fields = {str(keys_of(section)[name].attribute): value for name, value in self.valid[section].items()}
         if section == "batch":
             fields.setdefault("micro_size", 1)
-        return self._noun(section, NOUNS[section], fields)
+        made = self._noun(section, NOUNS[section], fields)
+        if isinstance(made, Optimizer):  # which knows no default from a value that is given
+            for name, sentence in made.unused(fields):
+                self._problem(f"{section}.{name}", sentence)
+        return made
 
     def _noun(self, section: str, noun: type, fields: Mapping[str, Any], alternative: str = "") -> Any:
         missing = [key for key in keys_of(section).values() if key.required and key.attribute not in fields]
@@ -302,6 +308,7 @@ def key_complaint(key: Key, value: Any) -> str:
         "two floats": "a list of two numbers",
         "list of ints": "a list of whole numbers in square brackets",
         "list of texts": "a list of texts in square brackets",
+        "list of groups": "one table or more, [[optimizer.groups]]",
         "table of rates": "a table of positive numbers such as { bf16 = 3.12e14 }",
         "table of texts": "a table of texts",
     }[key.type]
@@ -318,6 +325,8 @@ def key_complaint(key: Key, value: Any) -> str:
     for text in _texts(value):
         if complaint := text_complaint(text, longest=longest):
             return f"{written} {complaint} ({key.doc})."
+    if key.type == "list of groups":
+        return next((complaint for table in value for complaint in group_complaints(table)), "")
     for choice in value if key.type == "list of texts" else [value]:
         if key.choices and choice not in key.choices:
             what = written if key.type != "list of texts" else f"{written}: {choice!r}"
@@ -355,6 +364,8 @@ def _has_type(key: Key, value: Any) -> bool:
         return isinstance(value, list) and all(
             isinstance(number, int) and not isinstance(number, bool) for number in value
         )
+    if key.type == "list of groups":
+        return isinstance(value, list) and bool(value) and all(isinstance(table, dict) for table in value)
     if key.type == "list of texts":
         return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
     if not isinstance(value, dict):
@@ -386,6 +397,8 @@ def _converted(key: Key, given: Given) -> Any:
         return (float(value[0]), float(value[1]))
     if key.type in ("list of ints", "list of texts"):
         return tuple(value)
+    if key.type == "list of groups":
+        return tuple(map(group_of, value))
     if key.type == "table of rates":
         return {name: float(rate) for name, rate in value.items()}
     if key.type == "path" and given.folder is not None and value != "python-stdlib":

@@ -70,10 +70,25 @@ def _type(key: Key) -> dict[str, Any]:
         "two floats": {"type": "array", "items": real, "minItems": 2, "maxItems": 2},
         "list of ints": {"type": "array", "items": whole},
         "list of texts": {"type": "array", "items": text},
+        "list of groups": {"type": "array", "items": _GROUP},
         "table of rates": {"type": "object", "additionalProperties": rate},
         "table of texts": {"type": "object", "additionalProperties": {"type": "string"}},
     }
     return types[key.type]
+
+
+_GROUP = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["match"],
+    "properties": {
+        "match": {"type": "string", "minLength": 1},
+        "weight_decay": {"type": "number", "minimum": 0},
+        "learning_rate_multiplier": {"type": "number", "minimum": 0},
+        "frozen": {"type": "boolean"},
+    },
+}
+"""One of `optimizer.groups`."""
 
 
 def _limits(key: Key, *, whole: bool) -> dict[str, float]:

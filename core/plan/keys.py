@@ -18,13 +18,14 @@ from ..machine.cluster import ClusterSpec
 from ..machine.variation import Variation
 from ..model.model import ModelSpec
 from .communicators import Communicators
+from .optimizer import Optimizer
+from .parameter_groups import ParameterGroup
 from .sections import (
     Batch,
     Checkpoint,
     DataParallel,
     Numerics,
     Offload,
-    Optimizer,
     Precision,
     Recompute,
     Runtime,
@@ -42,6 +43,7 @@ KeyType = Literal[
     "two floats",
     "list of ints",
     "list of texts",
+    "list of groups",
     "table of rates",
     "table of texts",
 ]
@@ -127,6 +129,7 @@ _KEY_TYPES: Mapping[Any, KeyType] = {
     tuple[float, float]: "two floats",
     tuple[int, ...]: "list of ints",
     tuple[str, ...]: "list of texts",
+    tuple[ParameterGroup, ...]: "list of groups",
     Mapping[str, float]: "table of rates",
     Mapping[str, str]: "table of texts",
 }

@@ -36,6 +36,7 @@ from .build import plan_sections
 from .build_modules import modular_sections
 from .communicators import Communicators
 from .module import Module, ModuleLayout
+from .optimizer import Optimizer
 from .rates import Rates
 from .rules import broken_rules
 from .schedule_choice import chosen_placement, microbatch_multiple
@@ -45,7 +46,6 @@ from .sections import (
     DataParallel,
     Numerics,
     Offload,
-    Optimizer,
     Precision,
     Recompute,
     Runtime,

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from .batch_sizes import samples_before
-from .sections import Batch, Optimizer, Train
+from .optimizer import Optimizer
+from .sections import Batch, Train
 
 WSD_DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda share: 1.0 - share,

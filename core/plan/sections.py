@@ -324,7 +324,7 @@ class Offload(Bounded, section="offload"):
         read_by="backend.model.transformer",
     )
     optimizer: float = option(
-        "share of Adam's two moments that rests in host memory",
+        "share of the optimizer's moments that rests in host memory",
         default=0.0,
         minimum=0,
         maximum=1,
@@ -439,112 +439,6 @@ class Numerics(Bounded, section="numerics"):
         if NO_PRODUCTS in given:
             return ()
         return PRODUCT_FORMS if ALL_PRODUCTS in given else in_order(given)
-
-
-@noun()
-class Optimizer(Bounded, section="optimizer"):
-    """AdamW (Loshchilov & Hutter 2019) and global-norm clipping; `clip_grad_norm=0` turns clipping off."""
-
-    name: Literal["adamw"] = option(
-        "the optimizer",
-        default="adamw",
-        read_by="backend.base.optimizer",
-    )
-    betas: tuple[float, float] = option(
-        "decay of the moment estimates",
-        default=(0.9, 0.95),
-        minimum=0,
-        below=1,
-        bound=FACTOR,
-        read_by="backend.base.optimizer",
-    )
-    eps: float = option(
-        "added to the root of the second moment", default=1e-8, above=0, bound=FACTOR, read_by="backend.base.optimizer"
-    )
-    weight_decay: float = option(
-        "decoupled weight decay", default=0.1, minimum=0, bound=FACTOR, read_by="backend.base.optimizer"
-    )
-    clip_grad_norm: float = option(
-        "largest global gradient norm; 0 turns clipping off",
-        default=1.0,
-        minimum=0,
-        bound=FACTOR,
-        read_by="backend.ranks.training_rank",
-    )
-    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = option(
-        "how the learning rate falls after the warm-up",
-        default="constant",
-        more=(
-            "From `train.learning_rate` to `minimum_learning_rate`; `wsd` (warm-up, stable, decay) stays at the top "
-            "until `wsd_decay_steps` before the end. The first step has the rate of 0 steps before it."
-        ),
-        read_by="core.plan.rates",
-    )
-    warmup_steps: int = option(
-        "steps in which the learning rate rises in a line", default=0, minimum=0, read_by="core.plan.rates"
-    )
-    warmup_fraction: float | None = option(
-        "the same as a share of decay_steps",
-        default=None,
-        minimum=0,
-        below=1,
-        default_note="warmup_steps",
-        read_by="core.plan.rates",
-    )
-    initial_learning_rate: float = option(
-        "the learning rate that the warm-up begins with",
-        default=0.0,
-        minimum=0,
-        bound=FACTOR,
-        read_by="core.plan.rates",
-    )
-    minimum_learning_rate: float = option(
-        "the learning rate at the end, and after it", default=0.0, minimum=0, bound=FACTOR, read_by="core.plan.rates"
-    )
-    decay_steps: int | None = option(
-        "steps, those of the warm-up too, until the learning rate is the least",
-        default=None,
-        minimum=1,
-        default_note="train.steps",
-        read_by="core.plan.rates",
-    )
-    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = option(
-        "with wsd: the form of the decay",
-        default="exponential",
-        more="Of the share q of it: 1-q, (1+cos pi q)/2, 2/2^q - 1, or 1 - sqrt q is left.",
-        read_by="core.plan.rates",
-    )
-    wsd_decay_steps: int | None = option(
-        "with wsd: the last steps of decay_steps, in which the learning rate falls",
-        default=None,
-        minimum=1,
-        default_note="none",
-        read_by="core.plan.rates",
-    )
-    weight_decay_schedule: Literal["constant", "linear", "cosine"] = option(
-        "how the weight decay becomes end_weight_decay", default="constant", read_by="core.plan.rates"
-    )
-    end_weight_decay: float | None = option(
-        "the weight decay at the end of its schedule",
-        default=None,
-        minimum=0,
-        bound=FACTOR,
-        default_note="weight_decay",
-        read_by="core.plan.rates",
-    )
-    weight_decay_steps: int | None = option(
-        "steps until the weight decay is end_weight_decay",
-        default=None,
-        minimum=1,
-        default_note="train.steps",
-        read_by="core.plan.rates",
-    )
-    counted_in: Literal["steps", "samples"] = option(
-        "what warmup_steps and the like count",
-        default="steps",
-        more="With samples all keys of this section that end in `_steps` are numbers of sequences.",
-        read_by="core.plan.rates",
-    )
 
 
 @noun()

@@ -14,6 +14,7 @@ from ..model.model_presets import MODEL_PRESETS, model_preset
 from .build import SET_IN_PLAN
 from .keys import KEYS, NOUNS
 from .module import OWN_SECTIONS, Module
+from .parameter_groups import ParameterGroup
 from .toml import MODULES
 
 
@@ -70,6 +71,8 @@ def toml_value(value: Any) -> str:
             _ESCAPES.get(letter, letter) if letter >= " " and letter != "\x7f" else _escape(letter) for letter in value
         )
         return f'"{escaped}"'
+    if isinstance(value, ParameterGroup):
+        return toml_value(value.given)
     if isinstance(value, Mapping):
         return (
             "{ " + ", ".join(f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + " }"

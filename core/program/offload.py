@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..plan.optimizer import STATES, Optimizer
+
 PIECE_ELEMENTS = 2**22
 """Of each moment in a piece that comes to the device: 32 MiB of both, long enough for a link between host and device to
 reach its rate; and of the fp32 weights that come with them."""
@@ -9,18 +11,18 @@ reach its rate; and of the fp32 weights that come with them."""
 NUM_PIECES = 3
 """Of them on the device at once: one comes, one is updated, one leaves."""
 
-MOMENT_BYTES = 8
-"""Two fp32 moments of an element."""
+MOMENT_BYTES = 4
+"""An fp32 moment of an element."""
 
 MASTER_BYTES = 4
 """An fp32 copy of a weight of 16 bits."""
 
 
-def piece_bytes(*, masters: bool) -> int:
-    """Bytes of a whole piece, of moments or with `masters` of fp32 weights too."""
-    return PIECE_ELEMENTS * (MOMENT_BYTES + MASTER_BYTES * masters)
+def piece_bytes(optimizer: Optimizer, *, masters: bool) -> int:
+    """Bytes of a whole piece, of the optimizer's moments or with `masters` of fp32 weights too."""
+    return PIECE_ELEMENTS * (MOMENT_BYTES * len(STATES[optimizer.name]) + MASTER_BYTES * masters)
 
 
-def staged_bytes(offloaded_bytes: int, *, masters: bool) -> int:
+def staged_bytes(offloaded_bytes: int, optimizer: Optimizer, *, masters: bool) -> int:
     """The most of so many bytes in host memory that an update has on the device."""
-    return min(offloaded_bytes, NUM_PIECES * piece_bytes(masters=masters))
+    return min(offloaded_bytes, NUM_PIECES * piece_bytes(optimizer, masters=masters))

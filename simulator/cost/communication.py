@@ -41,8 +41,8 @@ MOST_SHARED = 4096
 
 @lru_cache(maxsize=16)
 def _prices_of(*_family: object) -> dict[tuple[object, ...], Any]:
-    """The prices that plans share of one model, cluster, stack, sharding, precision, numerics, [runtime] and [train];
-    empty at first. Whole sections are in it, so that a new key of one is too."""
+    """The prices that plans share of one model, cluster, stack, sharding, precision, numerics, [runtime], [train] and
+    [optimizer]; empty at first. Whole sections are in it, so that a new key of one is too."""
     return {}
 
 
@@ -109,6 +109,7 @@ class CommunicationPricing:
                 plan.numerics,
                 plan.runtime,
                 plan.train,
+                plan.optimizer,
             )
             if len(shared) > MOST_SHARED:
                 shared.clear()

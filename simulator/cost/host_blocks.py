@@ -1,6 +1,6 @@
 """What our own backend's actions cost on the machine that `calibrate` measured, kernel by kernel.
 
-The kernels are those of `backend.model`, `backend.tensor_parallel` and `backend.base.optimizer` with fast numerics,
+The kernels are those of `backend.model`, `backend.tensor_parallel` and `backend.optimizers` with fast numerics,
 counted from their code (exact numerics are priced as fast ones). A layer costs what one of next to no size takes, which
 was measured, and what its kernels take beyond their smallest. A device of a calibrated host is one rank process with
 one thread: its kernels follow each other, and nothing is launched ahead.

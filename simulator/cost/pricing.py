@@ -40,6 +40,7 @@ from .graph_launches import LAYER_CALLS, sum_calls
 from .host_blocks import host_block, host_check_s, host_flatten_s, host_step_s
 from .host_cores import core_loads, skew_s
 from .host_link import backward_wait_s, copies_under_work, forward_wait_s, update_wait_s
+from .muon import muon, update_bytes
 from .once_a_step import waited_s
 from .shared_links import shared_links
 from .traffic import group_traffic
@@ -417,7 +418,7 @@ class Pricing(CommunicationPricing):
 
     def _step(self, place: Place) -> Seconds:
         plan, stages = self.plan, rank_stages(self.plan, place.pp_rank)
-        num_bytes = self._updated_elements(place) * self.profile.optimizer_bytes
+        num_bytes = self._updated_elements(place) * update_bytes(plan, stages, self.profile.optimizer_bytes)
         # every rank casts the weights that it holds
         if plan.precision.dtype == "fp8" and self.profile.casts.once_a_step:
             num_bytes += self.profile.casts.input_bytes * sum(map(self._elements, stages))
@@ -425,6 +426,8 @@ class Pricing(CommunicationPricing):
             host_step_s(plan, stages) if self._is_host else elementwise_s(plan.cluster, num_bytes, OPTIMIZER_KERNELS)
         )
         update = Seconds(optimizer=optimizer_s)
+        if plan.optimizer.name == "muon":
+            update += muon(plan, stages, lambda operation: self._collective_s(operation, place))
         communicated = self._communication(Kind.STEP, place)
         if self.profile.overlap_param_gather and plan.layout.zero in (1, 2):
             communicated += Seconds(dp_comm=-self._hidden_gather_s(place, communicated.dp_comm))
@@ -434,7 +437,7 @@ class Pricing(CommunicationPricing):
         waited_s = self._waited_s(stages) + self._skew_s(stages)
         if plan.offload.optimizer:
             away = sum(stage_sizes(plan)[stage].offloaded_optimizer_bytes for stage in stages)
-            piece = piece_bytes(masters=plan.offload.masters)
+            piece = piece_bytes(plan.optimizer, masters=plan.offload.masters)
             waited_s += update_wait_s(plan.cluster, away, optimizer_s * plan.offload.optimizer, piece)
         return update + communicated + Seconds(other=waited_s)
 

@@ -11,8 +11,10 @@ from ...core.model.blocks import Block, layer_blocks
 from ...core.plan.plan import Plan
 from ...core.program import Group, composition, stage_groups, tied_ends
 from ...core.program.offload import staged_bytes
+from ...core.program.optimizer_state import moment_numbers
 from ..stack.profiles import profile_of
 from .layers import embedding_nodes, full_recompute, head_nodes, layer_nodes, mtp_nodes
+from .muon import muon_bytes
 from .own import own_nodes, own_reduce_bytes, own_step_bytes
 from .own_zero import backward_bytes, gathering_bytes
 from .static import (
@@ -97,7 +99,11 @@ def _sizes(keyed_plan: _SamePlan) -> tuple[StageSizes, ...]:
     by_composition: dict[tuple[object, ...], StageSizes] = {}
     found = []
     for content in plan.stages:
-        key = (composition(stage_groups(plan, content.stage)), len(plan.placement.ranks[content.stage]))
+        key = (
+            composition(stage_groups(plan, content.stage)),
+            len(plan.placement.ranks[content.stage]),
+            moment_numbers(plan, content.stage) if plan.optimizer.groups else None,  # groups go by numbers of layers
+        )
         if key not in by_composition:
             by_composition[key] = _sizes_of(plan, tensors, content.stage, parts)
         found.append(by_composition[key])
@@ -160,10 +166,16 @@ def _sizes_of(plan: Plan, tensors: LayerTensors, stage: int, parts: Parts) -> St
 
 @lru_cache(maxsize=64)
 def rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """What the optimizer step of every rank, which holds the stages `owned`, holds besides all else."""
+    """What the optimizer step of every rank, which holds the stages `owned`, holds besides all else. Matrices are made
+    orthogonal before what is updated comes together."""
+    orthogonal = (max((muon_bytes(plan, stage) for stage in stages), default=0) for stages in owned)
+    return tuple(map(max, _rank_step_bytes(plan, owned), orthogonal))
+
+
+def _rank_step_bytes(plan: Plan, owned: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     sizes = stage_sizes(plan)
     away = (sum(sizes[stage].offloaded_optimizer_bytes for stage in stages) for stages in owned)
-    staged = [staged_bytes(num_bytes, masters=plan.offload.masters) for num_bytes in away]
+    staged = [staged_bytes(num_bytes, plan.optimizer, masters=plan.offload.masters) for num_bytes in away]
     if not profile_of(plan).memory.separate_gradients:
         return tuple(
             sum(sizes[stage].step_bytes for stage in stages) + own for stages, own in zip(owned, staged, strict=True)

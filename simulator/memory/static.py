@@ -16,9 +16,12 @@ from ...core.model.parameters import operator_parameters
 from ...core.plan.plan import Plan
 from ...core.program import Held, held_elements, held_gradients, num_shards, stage_groups, weight_bytes
 from ...core.program.buckets import sums_are_sharded
-from ...core.program.offload import MASTER_BYTES, MOMENT_BYTES
+from ...core.program.offload import MASTER_BYTES
+from ...core.program.optimizer_state import moment_numbers, table_moments
 from ..stack.memory_profile import MemoryProfile
 from .tensors import LayerTensors, num_rotary_tables, rotary_table_bytes
+
+FP32_BYTES = 4
 
 TOKEN_BYTES = 8
 """An id of a token: int64."""
@@ -28,19 +31,22 @@ LAYERS_IN_FLIGHT = 2
 
 
 class StageElements(NamedTuple):
-    """Elements of a stage on tensor-parallel rank 0: of its parameters, with the rows that pad the tables, and of its
-    sums of gradients; and the parts that ZeRO cuts them into."""
+    """Elements of a stage on tensor-parallel rank 0: of its parameters, with the rows that pad the tables, of its sums
+    of gradients, and of the moments of its optimizer; and the parts that ZeRO cuts them into."""
 
     padded: Held
     gradients: Held
     shards: Held
+    moments: Held
 
 
 def elements_of(plan: Plan, profile: MemoryProfile, stage: int) -> StageElements:
     """Those of a stage. Elements depend on tensor and expert parallelism alone, shards on the copies."""
     held, padded = held_elements(plan, stage), padded_elements(plan, profile, stage)
     dense, expert = held_gradients(plan, stage)
-    return StageElements(padded, Held(dense + padded.dense - held.dense, expert), num_shards(plan, stage))
+    extra, moments = padded.dense - held.dense, moment_numbers(plan, stage)
+    moments = Held(moments.dense + table_moments(plan) * extra, moments.expert)
+    return StageElements(padded, Held(dense + extra, expert), num_shards(plan, stage), moments)
 
 
 def weights_bytes(plan: Plan, profile: MemoryProfile, elements: StageElements) -> int:
@@ -69,27 +75,31 @@ def gradients_bytes(plan: Plan, profile: MemoryProfile, elements: StageElements)
 
 
 def optimizer_bytes(plan: Plan, profile: MemoryProfile, elements: StageElements) -> int:
-    """Adam's moments and the fp32 master weights of a stage, cut with ZeRO, without what rests in host memory."""
-    whole = _updated_bytes(plan, elements, MOMENT_BYTES + _master_bytes(plan, profile))
+    """The optimizer's moments and the fp32 master weights of a stage, cut with ZeRO, without what rests in host
+    memory."""
+    whole = _updated_bytes(plan, elements, _master_bytes(plan, profile), FP32_BYTES)
     return whole - offloaded_optimizer_bytes(plan, profile, elements)
 
 
 def offloaded_optimizer_bytes(plan: Plan, profile: MemoryProfile, elements: StageElements) -> int:
-    """Those of Adam's moments of a stage that rest in host memory, and the fp32 master weights with them. Modelled:
+    """Those of the moments of a stage that rest in host memory, and the fp32 master weights with them. Modelled:
     exactly the share that is asked for; ours are whole parameters, as many of a rank's as are at least that."""
     if not plan.offload.optimizer:
         return 0
-    width = MOMENT_BYTES + _master_bytes(plan, profile) * plan.offload.masters
-    return int(_updated_bytes(plan, elements, width) * plan.offload.optimizer)
+    masters = _master_bytes(plan, profile) * plan.offload.masters
+    return int(_updated_bytes(plan, elements, masters, FP32_BYTES) * plan.offload.optimizer)
 
 
 def _master_bytes(plan: Plan, profile: MemoryProfile) -> int:
     return 0 if plan.precision.dtype == "fp32" or profile.fp32_weights else MASTER_BYTES
 
 
-def _updated_bytes(plan: Plan, elements: StageElements, width: int) -> int:
-    """So many bytes of every element that a rank updates."""
-    return _cut(elements.padded, elements.shards, width, cut=plan.layout.zero >= 1)
+def _updated_bytes(plan: Plan, elements: StageElements, width: int, moment_width: int = 0) -> int:
+    """So many bytes of every element that a rank updates, and of every number of its moments."""
+    num_bytes = Held(
+        *(width * held + moment_width * kept for held, kept in zip(elements.padded, elements.moments, strict=True))
+    )
+    return _cut(num_bytes, elements.shards, 1, cut=plan.layout.zero >= 1)
 
 
 def step_bytes(plan: Plan, profile: MemoryProfile, elements: StageElements) -> int:

@@ -13,10 +13,11 @@ import torch
 from torch.optim.adamw import adamw
 
 import shardproof
-from shardproof.backend.base.optimizer import Held, ShardedAdamW
 from shardproof.backend.launching.launch import preload
+from shardproof.backend.optimizers.held import Held
+from shardproof.backend.optimizers.sharded import ShardedOptimizer
 from shardproof.core.model.parameters import Parameter
-from shardproof.core.plan.sections import Optimizer
+from shardproof.core.plan.optimizer import Optimizer
 
 BENCHMARKS = Path(shardproof.__file__).parent / "benchmarks"
 
@@ -82,7 +83,7 @@ def test_the_update_is_torchs_single_operations_however_a_gradient_is_laid_out()
     parameter = Parameter("weight", (5, 33))
     start, gradient = torch.randn(5, 33), torch.randn(5, 33)
     weight = start.t().contiguous().t()  # stored column by column
-    optimizer = ShardedAdamW([Held(parameter, (slice(0, 5), slice(0, 33)), weight, True)], Optimizer(), 1e-2)
+    optimizer = ShardedOptimizer([Held(parameter, (slice(0, 5), slice(0, 33)), weight, True)], Optimizer(), 1e-2)
     state = [torch.zeros(5, 33), torch.zeros(5, 33), torch.zeros(())]
     for _ in range(2):
         optimizer.step([gradient.clone()], torch.tensor(0.5, dtype=torch.float64))

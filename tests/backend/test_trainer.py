@@ -22,7 +22,8 @@ from helpers.paths import EXAMPLES
 from helpers.plans import training_plan
 from shardproof import Trainer, lower, run_schedule
 from shardproof.backend.base.observe import Observer
-from shardproof.backend.base.optimizer import Held, ShardedAdamW, clip_coefficient
+from shardproof.backend.optimizers.held import Held, clip_coefficient
+from shardproof.backend.optimizers.sharded import ShardedOptimizer
 from shardproof.backend.trainer import TrainJob, run_steps, train_rank, validation_points
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import DivergedError, PlanError, RankFailure
@@ -30,9 +31,10 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import Parameter
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import DataParallel, Numerics, Offload, Optimizer, Runtime, ScheduleChoice, Train
+from shardproof.core.plan.sections import DataParallel, Numerics, Offload, Runtime, ScheduleChoice, Train
 from shardproof.core.program import operations
 
 STEPS = 3
@@ -399,7 +401,7 @@ def test_adamw_gives_the_same_bits_however_a_tensor_is_cut():
             Held(Parameter(f"part{i}", (b - a, 37)), (slice(a, b),), whole[a:b].clone(), True)
             for i, (a, b) in enumerate(cuts)
         ]
-        optimizer = ShardedAdamW(held, Optimizer(), 1e-2)
+        optimizer = ShardedOptimizer(held, Optimizer(), 1e-2)
         for gradient in gradients:
             optimizer.step([gradient[a:b].clone() for a, b in cuts], torch.tensor(0.5, dtype=torch.float64))
         return torch.cat([one.tensor for one in held])

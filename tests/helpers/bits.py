@@ -30,9 +30,8 @@ class Collect(Observer):
     def gradient(self, name, slices, tensor):
         self.pieces.append((f"gradient {name}", slices, tensor.numpy().copy()))
 
-    def optimizer_state(self, name, slices, exp_avg, exp_avg_sq):
-        self.pieces.append((f"exp_avg {name}", slices, exp_avg.numpy().copy()))
-        self.pieces.append((f"exp_avg_sq {name}", slices, exp_avg_sq.numpy().copy()))
+    def optimizer_state(self, name, slices, moments):
+        self.pieces += [(f"{moment} {name}", slices, values.numpy().copy()) for moment, values in moments.items()]
 
     def weight(self, name, slices, tensor, *, step=None):
         self.pieces.append((f"weight {name}", slices, tensor.numpy().copy()))

@@ -14,13 +14,13 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.communicators import Communicators
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.sections import (
     Batch,
     Checkpoint,
     DataParallel,
     Numerics,
     Offload,
-    Optimizer,
     Precision,
     Recompute,
     Runtime,

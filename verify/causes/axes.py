@@ -14,7 +14,6 @@ from ..ledger.ledger import ACTIVATION_GRADIENT, GATHERED, GRADIENT, OPTIMIZER, 
 from ..ledger.relations import AXES, degree_of
 
 OF_EXPERTS = frozenset({"ep", "etp"})
-OF_STATE = (".exp_avg_sq", ".exp_avg")
 
 
 def likely_axes(
@@ -44,8 +43,7 @@ def axes_of(plan: Plan, key: Key) -> frozenset[str]:
     if key.phase == SCALAR:
         return frozenset(AXES) - (frozenset() if key.tensor == "grad_norm" else OF_EXPERTS)
     if key.phase in (GRADIENT, OPTIMIZER, WEIGHT, GATHERED):
-        name = next((key.tensor.removesuffix(suffix) for suffix in OF_STATE if key.tensor.endswith(suffix)), key.tensor)
-        return _of_parameter(plan, name)
+        return _of_parameter(plan, key.tensor.rpartition(".")[0] if key.phase == OPTIMIZER else key.tensor)
     return _of_activation(plan, key)
 
 

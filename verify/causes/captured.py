@@ -32,6 +32,7 @@ from ..ledger.ledger import (
 from ..ledger.relations import Class, Evidence, Known, Relation, earlier, relate, relate_values
 from ..ledger.summary import summarize
 from ..run.contributions import Contributions, Part
+from ..run.updates import rate_and_decay
 from .axes import likely_axes, wrong_gradients
 from .local_means import explained_by_counts
 from .norms import Squares, Suspects, explained_by_squares
@@ -160,9 +161,11 @@ class Captured:
         found: dict[int, list[Region]] = {}
         if key.phase in (WEIGHT, GATHERED):
             for each, pieces in self.first_run.pieces.items():
-                if (each.step, each.phase, each.tensor) == (max(key.step, 0), OPTIMIZER, f"{key.tensor}.exp_avg"):
+                own = (each.step, each.phase) == (max(key.step, 0), OPTIMIZER)
+                if own and each.tensor.rpartition(".")[0] == key.tensor:
                     for piece in pieces:
                         found.setdefault(piece.global_rank, []).append(piece.region)
+                    break  # that of its other moments is the same
         return found
 
     def _whole(self, key: Key) -> np.ndarray:
@@ -280,11 +283,11 @@ class Captured:
         now = self._whole(key).astype(np.float64)
         old = self._whole(before).astype(np.float64) if self._has(before) else np.zeros_like(now)
         if key.phase == OPTIMIZER:
-            beta = plan.optimizer.betas[key.tensor.endswith(".exp_avg_sq")]
+            beta = _carried(plan, key.tensor.rpartition(".")[2])
             yield "what is left of the moment before", beta * old
             yield "what the gradient of this step adds", now - beta * old
         elif key.phase == WEIGHT and self._has(before):
-            decay = _decay(plan, key.step, old) if _decays(plan, key.tensor) else np.zeros_like(old)
+            decay = _decay(plan, key.step, key.tensor, old)
             yield "the weight decay", decay
             yield "the update", now - old - decay
         elif (operands := [key._replace(tensor=each) for each in _operands(key)]) and all(map(self._has, operands)):
@@ -298,8 +301,8 @@ class Captured:
         old = self._whole(before).astype(np.float64)
         if key.phase not in (WEIGHT, GATHERED):
             yield "the values of the step before", "stale", old
-        elif key.phase == WEIGHT and not _decays(plan, key.tensor):
-            yield "a weight decay that it does not have", "scaled", _decay(plan, key.step, old)
+        elif key.phase == WEIGHT and not _decay(plan, key.step, key.tensor, old).any():
+            yield "a weight decay that it does not have", "scaled", _usual_decay(plan, key.step, old)
 
     def _has(self, key: Key) -> bool:
         return key in self.right.pieces and self.right.pieces[key][0].stored is not None
@@ -340,12 +343,21 @@ def _scale(total: np.ndarray, right: np.ndarray) -> float:
     return float((total * right).sum() / max(float((total * total).sum()), np.finfo(float).tiny))
 
 
-def _decays(plan: Plan, name: str) -> bool:
-    return any(each.decay for each in parameters(plan.model) if each.name == name)
+def _carried(plan: Plan, moment: str) -> float:
+    """The share of a moment that an update leaves of it."""
+    first, second = plan.optimizer.betas
+    return {"exp_avg": first, "exp_avg_sq": second}.get(moment, plan.optimizer.own_momentum)
 
 
-def _decay(plan: Plan, step: int, old: np.ndarray) -> np.ndarray:
-    """What weight decay adds to weights (Loshchilov & Hutter 2019, algorithm 2)."""
+def _decay(plan: Plan, step: int, name: str, old: np.ndarray) -> np.ndarray:
+    """What weight decay adds to the weights of a parameter (Loshchilov & Hutter 2019, algorithm 2)."""
+    (parameter,) = (each for each in parameters(plan.model) if each.name == name)
+    rate, decay = rate_and_decay(plan, parameter, step)
+    return -rate * decay * old
+
+
+def _usual_decay(plan: Plan, step: int, old: np.ndarray) -> np.ndarray:
+    """The same where parameters are decayed that should not be."""
     return -plan.rates.learning_rate(step) * plan.rates.weight_decay(step) * old
 
 

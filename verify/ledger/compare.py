@@ -218,7 +218,7 @@ def _position(reference: RunLedger, names: Iterable[str], found: Sequence[Differ
         elif phase == SCALAR:
             where = ({"grad_norm": 4, "validation_loss": 8}.get(tensor, 1), tensor)
         else:
-            name = tensor.removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
+            name = tensor.rpartition(".")[0] if phase == OPTIMIZER else tensor
             where = (5 if phase == OPTIMIZER else 6, parameter_position.get(name, last), tensor)
         return step, *where
 

@@ -157,10 +157,10 @@ class LedgerWriter:
         """The reduced gradient of a parameter's shard."""
         self._shard(GRADIENT, name, self.shapes[name], slices, tensor)
 
-    def optimizer_state(self, name: str, slices: Sequence[slice], exp_avg: Any, exp_avg_sq: Any) -> None:
-        """Both moments of a parameter's shard."""
-        self._shard(OPTIMIZER, f"{name}.exp_avg", self.shapes[name], slices, exp_avg)
-        self._shard(OPTIMIZER, f"{name}.exp_avg_sq", self.shapes[name], slices, exp_avg_sq)
+    def optimizer_state(self, name: str, slices: Sequence[slice], moments: Mapping[str, Any]) -> None:
+        """The moments of a parameter's shard by their names."""
+        for moment, values in moments.items():
+            self._shard(OPTIMIZER, f"{name}.{moment}", self.shapes[name], slices, values)
 
     def weight(self, name: str, slices: Sequence[slice], tensor: Tensor, *, step: int | None = None) -> None:
         """A parameter's shard after the optimizer step; with `step` after that one, which has begun before the last."""

@@ -339,8 +339,10 @@ def recompute_of(problem: Problem, name: str) -> Recompute:
 
 
 def offload_of(problem: Problem, name: str) -> Offload:
-    """One of `OFFLOAD`, with fp32 weights where layers compute with others."""
+    """One of `OFFLOAD`, with fp32 weights where layers compute with others; of Muon no moments."""
     chosen = OFFLOAD[name]
+    if problem.optimizer == "muon":
+        return Offload(activations=chosen.activations)
     return replace(chosen, masters=chosen.masters and problem.dtype != "fp32")
 
 

@@ -15,8 +15,9 @@ from ...core.layout.layout import Layout
 from ...core.machine.cluster import ClusterSpec
 from ...core.machine.cluster_presets import cluster_preset
 from ...core.model.model import ModelSpec
+from ...core.plan.optimizer import Optimizer, OptimizerName
 from ...core.plan.plan import Plan
-from ...core.plan.sections import Batch, Numerics, Optimizer, Precision, Train
+from ...core.plan.sections import Batch, Numerics, Precision, Train
 
 NUM_LAYERS = 3
 """Odd, so that pipelines cut them unevenly; one dense and two with experts in a mixture."""
@@ -99,6 +100,7 @@ class Problem:
     dtype: str = "fp32"
     dropout: float = 0.0
     train: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerName = "adamw"
     _specs: dict[tuple[int, ...], ModelSpec] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -125,6 +127,7 @@ class Problem:
             ("router_loss", "yes" if self.train.get("router_aux_loss") else "no"),
             ("dtype", self.dtype),
             ("dropout", "yes" if self.dropout else "no"),
+            ("optimizer", self.optimizer),
         )
 
     def spec(self, *, tp: int, cp_inner: int, ep: int, sequence: int) -> ModelSpec:
@@ -176,7 +179,7 @@ class Problem:
             "batch": batch,
             "precision": _precision(self.dtype),
             "numerics": _numerics(tokens),
-            "optimizer": _OPTIMIZER,
+            "optimizer": _optimizer(self.optimizer),
             "train": _train(**self.train),
         }
 
@@ -186,7 +189,9 @@ def _scores(model: Mapping[str, Any]) -> str:
     return "capped" if model.get("attention_softcap") else "with sinks" if model.get("attention_sinks") else "plain"
 
 
-_OPTIMIZER = Optimizer(clip_grad_norm=CLIP_GRAD_NORM)
+@functools.cache
+def _optimizer(name: OptimizerName) -> Optimizer:
+    return Optimizer(name, clip_grad_norm=CLIP_GRAD_NORM)
 
 
 @functools.cache
@@ -219,7 +224,9 @@ PROBLEMS: Mapping[str, Problem] = {
         Problem("llama", "gqa", train={"z_loss": 1e-3}),
         Problem("llama-packed", "gqa", train={"packed": True}),
         Problem("llama-bf16", "gqa", {"activation": "geglu_tanh", **FACTORS, **NORMS}, dtype="bf16"),
-        Problem("llama-tied", "gqa", {"tied_embeddings": True, "activation": "relu_squared"}, dropout=0.1),
+        Problem(
+            "llama-tied", "gqa", {"tied_embeddings": True, "activation": "relu_squared"}, dropout=0.1, optimizer="sgd"
+        ),
         Problem(
             "gqa-layernorm",
             "gqa",
@@ -227,8 +234,8 @@ PROBLEMS: Mapping[str, Problem] = {
             dtype="bf16",
             dropout=0.1,
         ),
-        Problem("qwen2", "gqa", {"qkv_bias": True, "tied_embeddings": True}, dtype="bf16"),
-        Problem("qwen3", "gqa", {"qk_norm": True}),
+        Problem("qwen2", "gqa", {"qkv_bias": True, "tied_embeddings": True}, dtype="bf16", optimizer="sgd"),
+        Problem("qwen3", "gqa", {"qk_norm": True}, optimizer="muon"),
         Problem("capped", "gqa", {**CAPPED, "tied_embeddings": True, "activation": "geglu"}),
         Problem("sinks", "gqa", {**SINKS, "qkv_bias": True}, dtype="bf16"),
         Problem("mla", "mla", {**LATENT, "q_lora_rank": 8, "tied_embeddings": True}, dropout=0.1),
@@ -238,7 +245,13 @@ PROBLEMS: Mapping[str, Problem] = {
             {**LATENT, "norm": "layernorm", "pre_norms": False, "post_norms": True, "attention_output_bias": True},
             dtype="bf16",
         ),
-        Problem("mixtral", "gqa", {**MIXTURE, **LIMITED, "router_bias": True}, train={"router_aux_loss": 0.01}),
+        Problem(
+            "mixtral",
+            "gqa",
+            {**MIXTURE, **LIMITED, "router_bias": True},
+            train={"router_aux_loss": 0.01},
+            optimizer="muon",
+        ),
         Problem(
             "gpt-experts",
             "mha",

@@ -24,6 +24,7 @@ SUBJECTS = (
     "loss",
     "more",
     "norm",
+    "optimizers",
     "parameters",
     "precision",
     "random",

@@ -7,9 +7,9 @@ from dataclasses import replace
 from ...backend.ranks import batches
 from ...backend.ranks.batches import Batches
 from ...core.model.parameters import TOKEN_TABLE
+from ...core.plan.optimizer import Optimizer
 from ...core.plan.plan import Plan
 from ...core.plan.rates import Rates
-from ...core.plan.sections import Optimizer
 from ..ledger.ledger import ACTIVATION, SCALAR, WEIGHT
 from .mutant import Expected, Mutant
 from .patches import Function, Patches

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...backend.base.optimizer import Held
+from ...backend.optimizers.held import Held
 from ...backend.pipeline.executor import Executor
 from ...backend.pipeline.messages import Lane
 from ...backend.ranks import training_rank

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...backend.base.optimizer import ShardedAdamW
 from ...backend.data_parallel.buckets import FlatBucket
 from ...backend.numerics.exact import ExactNumerics
 from ...backend.numerics.exact_gradients import ExactAccumulator
+from ...backend.optimizers.sharded import ShardedOptimizer
 from ...backend.ranks.batches import Batches
 from ...backend.ranks.totals import Totals
 from ...backend.ranks.training_rank import TrainingRank
@@ -142,7 +142,7 @@ def clips_twice(patches: Patches) -> None:
     def step(original: Function) -> Function:
         return lambda self, gradients, coefficient, skip: original(self, gradients, coefficient * coefficient, skip)
 
-    patches.replace(ShardedAdamW, "step", step)
+    patches.replace(ShardedOptimizer, "step", step)
 
 
 def forgets_a_rank_in_the_loss(patches: Patches) -> None:
@@ -168,14 +168,14 @@ def decays_everything(patches: Patches) -> None:
 
         return made
 
-    patches.replace(ShardedAdamW, "__init__", init)
+    patches.replace(ShardedOptimizer, "__init__", init)
 
 
 def steps_without_correction(patches: Patches) -> None:
     """The update counter stands where training has begun at: corrections of moments are those of step 100."""
 
     def step(original: Function) -> Function:
-        def updated(self: ShardedAdamW, *given: object) -> None:
+        def updated(self: ShardedOptimizer, *given: object) -> None:
             for one in self.held:
                 if not self.saved_state(one)["step"]:
                     self.saved_state(one)["step"].fill_(100.0)
@@ -183,21 +183,21 @@ def steps_without_correction(patches: Patches) -> None:
 
         return updated
 
-    patches.replace(ShardedAdamW, "step", step)
+    patches.replace(ShardedOptimizer, "step", step)
 
 
 def other_rate_on_one_rank(patches: Patches) -> None:
     """The schedule of the learning rate is a step ahead on rank 2."""
 
     def step(original: Function) -> Function:
-        def updated(self: ShardedAdamW, *given: object) -> None:
+        def updated(self: ShardedOptimizer, *given: object) -> None:
             if rank_here() == 2:
                 self.learning_rate = 0.5e-2
             original(self, *given)
 
         return updated
 
-    patches.replace(ShardedAdamW, "step", step)
+    patches.replace(ShardedOptimizer, "step", step)
 
 
 def leaves_the_last_part_stale(patches: Patches) -> None:
@@ -289,7 +289,7 @@ def starts_apart(patches: Patches) -> None:
     """Copies draw their first weights each for itself, and nobody sends those of the first to the others."""
 
     def init(original: Function) -> Function:
-        def made(self: ShardedAdamW, transport: Transport, plan: Plan, **how: object) -> None:
+        def made(self: ShardedOptimizer, transport: Transport, plan: Plan, **how: object) -> None:
             original(
                 self,
                 transport,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...backend.base import optimizer
+from ...backend.optimizers import held
 from ...backend.ranks import training_rank
 from ...backend.ranks.totals import Totals
 from ...backend.ranks.training_rank import TrainingRank
@@ -82,7 +82,7 @@ def clips_upwards(patches: Patches) -> None:
     """The larger of 1 and the coefficient is taken."""
 
     def coefficient(original: Function) -> Function:
-        return lambda norm, max_norm: (max_norm / (norm + optimizer.CLIP_EPS)).clamp(min=1.0)
+        return lambda norm, max_norm: (max_norm / (norm + held.CLIP_EPS)).clamp(min=1.0)
 
     patches.replace(training_rank, "clip_coefficient", coefficient)
 
@@ -91,7 +91,7 @@ def adds_epsilon_on_every_rank(patches: Patches, *, num_ranks: int) -> None:
     """Each of the ranks that hold a part of the norm adds the epsilon to its own before they are added."""
 
     def coefficient(original: Function) -> Function:
-        return lambda norm, max_norm: original(norm + (num_ranks - 1) * optimizer.CLIP_EPS, max_norm)
+        return lambda norm, max_norm: original(norm + (num_ranks - 1) * held.CLIP_EPS, max_norm)
 
     patches.replace(training_rank, "clip_coefficient", coefficient)
 

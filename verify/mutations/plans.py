@@ -7,8 +7,9 @@ from typing import Any
 from ...core.layout.layout import Layout
 from ...core.machine.cluster_presets import cluster_preset
 from ...core.model.model import ModelSpec
+from ...core.plan.optimizer import Optimizer
 from ...core.plan.plan import Plan
-from ...core.plan.sections import Batch, Numerics, Optimizer, Precision, ScheduleChoice, Train
+from ...core.plan.sections import Batch, Numerics, Precision, ScheduleChoice, Train
 
 SEQUENCE = 16
 

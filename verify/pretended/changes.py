@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend.base import offload, offloaded_moments
+from ...backend.base import offload
 from ...backend.data_parallel import early
 from ...backend.gradients import gradients, not_finite
 from ...backend.model import router
+from ...backend.optimizers import offloaded_moments
 from ...backend.pipeline import executor, messages
 from ...backend.ranks import training_rank
 from ...backend.tensor_parallel import data

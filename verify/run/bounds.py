@@ -41,6 +41,8 @@ from ..ledger.ledger import (
     Key,
 )
 from ..ledger.relations import section_of
+from .sgd import momentum_of
+from .updates import is_frozen, kind_of, rate_and_decay
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Half the distance from 1 to the next number: 24, 8 and 11 bits of significand (IEEE 754; bfloat16 keeps 8)."""
@@ -106,6 +108,10 @@ def largest_update(step: int, first: float, second: float) -> float:
     return (1 - first) / (1 - first**step) * math.sqrt(ratio * (1 - second**step) / (1 - second))
 
 
+LARGEST_ORTHOGONAL = 1.3
+"""No element is larger than the largest singular value, which Newton-Schulz iterations leave below this."""
+
+
 @dataclass(frozen=True)
 class StepBounds:
     """The bounds of one step of a plan, from equal weights and moments."""
@@ -147,19 +153,33 @@ class StepBounds:
 
     def _of_state(self, key: Key, largest: Mapping[Key, float]) -> float:
         """The moments take a share of the gradient, which clipping divides by the norm; both runs move a weight
-        by one update at most."""
+        by one update of AdamW or Muon at most, SGD by a multiple of how far gradients are apart."""
         unit, (first, second) = UNIT_ROUNDOFF["fp32"], self.plan.optimizer.betas
+        name = key.tensor if key.phase == WEIGHT else key.tensor.rpartition(".")[0]
+        (parameter,) = (each for each in parameters(self.plan.model) if each.name == name)
+        if is_frozen(self.plan, parameter):
+            return 0.0
+        (rate, _), kind = rate_and_decay(self.plan, parameter, key.step), kind_of(self.plan, parameter)
+        if kind != "adamw":
+            taken = self._of_clipped(Key(key.step, GRADIENT, name), largest)
+            if key.phase == WEIGHT and kind == "muon":
+                taken = 2 * rate * LARGEST_ORTHOGONAL * math.sqrt(max(parameter.shape[-2:]))
+            elif key.phase == WEIGHT:
+                taken *= rate * (1 + momentum_of(self.plan.optimizer))
+            return taken + 4 * unit * largest[key]
         if key.phase == WEIGHT:
-            return (
-                2 * self.plan.rates.learning_rate(key.step) * largest_update(key.step + 1, first, second)
-                + 4 * unit * largest[key]
-            )
+            return 2 * rate * largest_update(key.step + 1, first, second) + 4 * unit * largest[key]
         name, _, moment = key.tensor.rpartition(".")
-        gradient, norm = Key(key.step, GRADIENT, name), Key(key.step, SCALAR, "grad_norm")
-        size = largest[gradient]
-        change = self.of(gradient, largest) + (size * self.of(norm, largest) / largest[norm] if largest[norm] else 0.0)
+        gradient = Key(key.step, GRADIENT, name)
+        size, change = largest[gradient], self._of_clipped(gradient, largest)
         taken = (1 - first) * change if moment == "exp_avg" else (1 - second) * (2 * size + change) * change
         return taken + 4 * unit * largest[key]
+
+    def _of_clipped(self, gradient: Key, largest: Mapping[Key, float]) -> float:
+        """Of a gradient divided by the norm."""
+        norm = Key(gradient.step, SCALAR, "grad_norm")
+        share = self.of(norm, largest) / largest[norm] if largest[norm] else 0.0
+        return self.of(gradient, largest) + largest[gradient] * share
 
     @cached_property
     def _sections(self) -> list[tuple[str, list[Parameter]]]:

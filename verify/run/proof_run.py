@@ -264,7 +264,7 @@ def _restore(rank: TrainingRank, start: Mapping[Key, StoredValues], step: int) -
 
     for held in rank.optimizer.held:
         load(Key(step, WEIGHT, held.name), held.tensor, held.slices)
-        for moment, tensor in zip(("exp_avg", "exp_avg_sq"), rank.optimizer.moments(held), strict=True):
+        for moment, tensor in rank.optimizer.moments(held).items():
             load(Key(step, OPTIMIZER, f"{held.name}.{moment}"), tensor, held.slices)
     rank.refresh()
 

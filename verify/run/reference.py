@@ -48,6 +48,7 @@ from .reference_run import (
     loss_names,
     reference_steps,
 )
+from .updates import WORDS, Tensors, expected_update, is_frozen, kind_of, moments_of, rate_and_decay
 
 EXACT = 1e-9
 """Sums of exact numerics are rounded once, in fp64."""
@@ -170,8 +171,8 @@ class _Check:
         ]
 
     @cached_property
-    def _decaying(self) -> set[str]:
-        return {each.name for each in parameters(self.plan.model) if each.decay}
+    def _frozen(self) -> set[str]:
+        return {each.name for each in parameters(self.plan.model) if is_frozen(self.plan, each)}
 
     def _has(self, key: Key) -> bool:
         return key in self.ledger.pieces
@@ -294,33 +295,41 @@ class _Check:
 
     def _gradients_are_there(self, step: int) -> Iterator[Finding]:
         for name in self._names:
-            if not self._has(Key(step, GRADIENT, name)):
+            if not self._has(Key(step, GRADIENT, name)) and name not in self._frozen:
                 what = "it is trained, and has no gradient and no update."
                 yield self._finding("reference-update", step, f"weight {name}", what, tensor=name)
 
     def _update(self, step: int, count: int) -> Iterator[Finding]:
         """Each tensor from what was before it and, for weights, from the moments that are there: what
         is wrong is named once."""
-        optimizer, rates = self.plan.optimizer, self.plan.rates
-        coefficient = adamw.clipping(self._number(step, "grad_norm"), optimizer.clip_grad_norm)
-        for name in self._names:
+        coefficient = adamw.clipping(self._number(step, "grad_norm"), self.plan.optimizer.clip_grad_norm)
+        for parameter in (each for each in parameters(self.plan.model) if each.name in self._names):
+            name = parameter.name
+            if is_frozen(self.plan, parameter):
+                yield from self._stays(step, parameter.name)
             if not self._has(Key(step, GRADIENT, name)):
                 continue
             self.num_updates += 1
-            gradient, moments = self._values(Key(step, GRADIENT, name)) * coefficient, []
-            for power, moment in enumerate(("exp_avg", "exp_avg_sq"), 1):
-                key = Key(step, OPTIMIZER, f"{name}.{moment}")
-                before = self._before(key, gradient)
-                yield from self._tensor(key, adamw.moment(before, gradient, optimizer.betas[power - 1], power))
-                moments.append(self._values(key))
-            decay = rates.weight_decay(step) if name in self._decaying else 0.0
-            choice = adamw.Choice(
-                rates.learning_rate(step), optimizer.betas, optimizer.eps, decay, optimizer.clip_grad_norm
+            gradient, weight = self._values(Key(step, GRADIENT, name)) * coefficient, Key(step, WEIGHT, name)
+            moments = {moment: Key(step, OPTIMIZER, f"{name}.{moment}") for moment in moments_of(self.plan, parameter)}
+            tensors = Tensors(
+                gradient,
+                self._before(weight, gradient),
+                {moment: self._before(key, gradient) for moment, key in moments.items()},
+                {moment: self._values(key) for moment, key in moments.items()},
             )
-            key = Key(step, WEIGHT, name)
-            yield from self._tensor(
-                key, adamw.weight(self._before(key, gradient), moments[0], moments[1], choice, count)
-            )
+            keys = {**moments, "": weight}
+            rate, decay = rate_and_decay(self.plan, parameter, step)
+            for tensor, expected in expected_update(self.plan, parameter, tensors, rate, decay, count):
+                yield from self._tensor(keys[tensor], expected, WORDS[kind_of(self.plan, parameter)])
+
+    def _stays(self, step: int, name: str) -> Iterator[Finding]:
+        """A frozen parameter has no gradient, and its weight is that of before."""
+        key = Key(step, WEIGHT, name)
+        changed = not self._has(key) or not np.array_equal(self._values(key), self._before(key, np.zeros(())))
+        if changed or self._has(Key(step, GRADIENT, name)):
+            what = "it is frozen, and it has changed." if changed else "it is frozen, and has a gradient."
+            yield self._finding("reference-update", step, f"weight {name}", what, tensor=name)
 
     def _before(self, key: Key, like: np.ndarray) -> np.ndarray:
         """A tensor after the last step that changed it; moments begin with zeros."""
@@ -329,15 +338,15 @@ class _Check:
                 return self._values(key._replace(step=step))
         return np.zeros_like(like)
 
-    def _tensor(self, key: Key, expected: adamw.Expected) -> Iterator[Finding]:
+    def _tensor(self, key: Key, expected: adamw.Expected, kind: str) -> Iterator[Finding]:
         found = self._values(key)
         wrong = ~(np.abs(found - expected.values) <= expected.bound)
         if wrong.any():
             index = tuple(int(each) for each in np.argwhere(wrong)[0])
             share = adamw.ratio_added(expected, found)
             what = (
-                f"AdamW gives {expected.values[index]:.9g} at {list(index)}, to {expected.bound[index]:.1g}, and it "
-                f"is {found[index]:.9g}; "
+                f"{kind} gives {expected.values[index]:.9g} at {list(index)}, to "
+                f"{expected.bound[index]:.1g}, and it is {found[index]:.9g}; "
                 f"{int(wrong.sum())} of {wrong.size} elements differ, and what was added to them is {share:.5g} "
                 "times what is due."
             )

@@ -32,6 +32,7 @@ from .derivative import Step, derivative, tested_names
 from .forward import activation_names, as_multiplied, gradient_names, samples_checked
 from .gradient_parts import Measured, measure
 from .proof_run import ProofJob, trained
+from .updates import moments_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ def captured_steps(plan: Plan, steps: int) -> int:
 def captured_keys(plan: Plan, steps: int) -> frozenset[Key]:
     """Everything that a check of so many steps looks at."""
     names = [each.name for each in parameters(plan.model)]
-    moments = [f"{name}.{moment}" for name in names for moment in ("exp_avg", "exp_avg_sq")]
+    moments = [f"{each.name}.{moment}" for each in parameters(plan.model) for moment in moments_of(plan, each)]
     weights = names + [each.name for each in expert_biases(plan.model)]
     found = {Key(step, WEIGHT, name) for step in range(NO_STEP, steps) for name in weights}
     for step in range(steps):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..batch_sizes import complaints, samples_before
+from ..optimizer import Optimizer
 from ..rates import Rates
-from ..sections import Batch, Optimizer, Train
+from ..sections import Batch, Train
 
 OF_DECAYING = ("minimum_learning_rate", "decay_steps")
 OF_WSD = ("wsd_decay", "wsd_decay_steps")

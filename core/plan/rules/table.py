@@ -37,6 +37,7 @@ from .modules import (
     modules_have_names,
     modules_recompute_equally,
 )
+from .optimizer import groups_are_of_one_model, groups_have_parameters, offloaded_moments_exist
 from .rates import OF_DECAYING, OF_WEIGHT_DECAY, OF_WSD, batches_are_listed, rates_are_ordered
 from .recompute import (
     distributed_inputs_are_whole,
@@ -319,6 +320,18 @@ RULES: tuple[Rule, ...] = (
         offloaded_masters_exist,
     ),
     Rule(
+        "offloaded-moments-exist",
+        ("offload.optimizer", "optimizer.momentum", "optimizer.name"),
+        "the optimizer keeps the moments that go to host memory",
+        offloaded_moments_exist,
+    ),
+    Rule(
+        "groups-have-parameters",
+        ("optimizer.groups", "model.num_layers"),
+        "every group of parameters has some that no group before it has",
+        groups_have_parameters,
+    ),
+    Rule(
         "shards-divide",
         (
             *("data_parallel.shard", "data_parallel.overlap_param_gather", "layout.zero", "layout.dp", "layout.cp"),
@@ -474,6 +487,12 @@ RULES: tuple[Rule, ...] = (
         ("modules.name", "recompute.layers"),
         ("layers are not named by numbers"),
         modules_recompute_equally,
+    ),
+    Rule(
+        "groups-are-of-one-model",
+        ("modules.name", "optimizer.groups"),
+        "parameters are chosen by names where there is one model",
+        groups_are_of_one_model,
     ),
 )
 """Every cross-key rule. The first key of a rule that the file gives is the line that its problems point at."""

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardproof.backend.base import offloaded_moments
 from shardproof.backend.base.host_copies import HostCopies
 from shardproof.backend.base.offload import Retained, Saved
-from shardproof.backend.base.offloaded_moments import OffloadedMoments, num_offloaded
-from shardproof.backend.base.optimizer import Held, ShardedAdamW
+from shardproof.backend.optimizers import offloaded_moments
+from shardproof.backend.optimizers.held import Held
+from shardproof.backend.optimizers.offloaded_moments import OffloadedMoments, num_offloaded
+from shardproof.backend.optimizers.sharded import ShardedOptimizer
 from shardproof.core.model.parameters import Parameter
-from shardproof.core.plan.sections import Optimizer
+from shardproof.core.plan.optimizer import Optimizer
 
 CPU = torch.device("cpu")
 
@@ -88,7 +89,7 @@ def test_the_gradients_of_autograd_are_those_of_tensors_that_stayed():
 
 def adamw(
     tensors: Sequence[Tensor], decays: Sequence[bool], share: float, rounded: Sequence[Tensor] = ()
-) -> ShardedAdamW:
+) -> ShardedOptimizer:
     """Of the first tensors the weights rest in host memory too, and are left in `rounded` as updates go."""
     held = [
         Held(
@@ -100,7 +101,7 @@ def adamw(
         )
         for number, (each, decay) in enumerate(zip(tensors, decays, strict=True))
     ]
-    return ShardedAdamW(held, Optimizer(), 1e-2, copies=HostCopies(CPU) if share else None, offloaded=share)
+    return ShardedOptimizer(held, Optimizer(), 1e-2, copies=HostCopies(CPU) if share else None, offloaded=share)
 
 
 SHAPES = st.lists(

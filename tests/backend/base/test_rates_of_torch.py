@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.rates import Rates
-from shardproof.core.plan.sections import Batch, Optimizer, Train
+from shardproof.core.plan.sections import Batch, Train
 
 PEAK, STEPS = 0.3, 200
 

@@ -9,8 +9,9 @@ import pytest
 
 from shardproof.core.imports.account import Imported, Request
 from shardproof.core.imports.given import import_file
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.rates import Rates
-from shardproof.core.plan.sections import Batch, Optimizer, Train
+from shardproof.core.plan.sections import Batch, Train
 
 PEAK, WARMUP, TOTAL = 1e-3, 20, 100
 

@@ -22,8 +22,9 @@ from shardproof.core.imports.megatron_flags import RELEASES, UNDER, all_flags
 from shardproof.core.imports.megatron_write import write
 from shardproof.core.layout.stages import layers_written
 from shardproof.core.plan.keys import KEYS
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan, any_plan
-from shardproof.core.plan.sections import Batch, Optimizer
+from shardproof.core.plan.sections import Batch
 from shardproof.core.plan.toml import Given
 
 HERE = Path(__file__).parent

@@ -111,7 +111,7 @@ def test_a_wrong_name_is_refused_with_the_legal_ones() -> None:
 
 
 VALUES = (0, 1, 3, -1, 10**30, 0.0, 0.5, 1.0, 1e300, True, "", "x", "8%", [], [1], [0.5, 0.5], ["norm"], ["x"])
-VALUES += (["tp"], ["dp"], {}, {"bf16": 1e14}, {"bf16": 0}, {"bf16": "x"}, {"tp": 4})
+VALUES += ([{"match": "x"}], ["tp"], ["dp"], {}, {"bf16": 1e14}, {"bf16": 0}, {"bf16": "x"}, {"tp": 4})
 
 
 @pytest.mark.parametrize("key", [*KEYS, *MODULE_KEYS], ids=lambda key: key.dotted)

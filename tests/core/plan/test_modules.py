@@ -133,6 +133,11 @@ BROKEN = {
         '[schedule]\nname = "ZBH1"\n[precision]',
         ("Use schedule.name = 1F1B or GPipe"),
     ),
+    "groups-are-of-one-model": (
+        "[precision]",
+        '[[optimizer.groups]]\nmatch = ".*"\n[precision]',
+        "groups choose parameters of one model by their names, and here are several",
+    ),
     "modules-recompute-equally": (
         "[precision]",
         '[recompute]\nmode = "full"\nlayers = [0]\n[precision]',

@@ -15,13 +15,13 @@ from shardproof.core.machine.cluster_presets import CLUSTER_PRESETS, cluster_pre
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
 from shardproof.core.plan.keys import KEYS, MODULE_KEYS, NOUNS
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.rules import RULES, broken_rules
 from shardproof.core.plan.sections import (
     Batch,
     DataParallel,
     Numerics,
-    Optimizer,
     Precision,
     Recompute,
     Runtime,
@@ -474,6 +474,14 @@ BROKEN = {
     "offloaded-masters-exist": (
         ("[numerics]", "[offload]\nmasters = true\n[numerics]"),
         "optimizer=0 keeps all moments on the device. Set offload.optimizer=1.0, or leave masters out",
+    ),
+    "offloaded-moments-exist": (
+        ("[numerics]", '[offload]\noptimizer = 1.0\n[optimizer]\nname = "sgd"\nmomentum = 0.0\n[numerics]'),
+        "SGD with momentum=0 has none. Leave offload.optimizer out",
+    ),
+    "groups-have-parameters": (
+        ("[numerics]", '[optimizer]\ngroups = [{ match = "layers.0.mlp.up.wieght" }]\n[numerics]'),
+        "which matches the whole name of no parameter; did you mean 'layers.0.mlp.up.weight'?",
     ),
     "shards-divide": (
         ("[numerics]", "[data_parallel]\nshard = 3\n[numerics]"),

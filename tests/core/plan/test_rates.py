@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from helpers.paths import DATA
 from shardproof.core.base.errors import PlanError
 from shardproof.core.plan.batch_sizes import samples_before
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.rates import Rates
-from shardproof.core.plan.sections import Batch, Optimizer, Train
+from shardproof.core.plan.sections import Batch, Train
 
 FACTS = json.loads((DATA / "rate_facts.json").read_text())["facts"]
 OURS = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}

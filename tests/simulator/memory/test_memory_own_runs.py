@@ -11,6 +11,8 @@ from helpers.gates import sampled
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
+from shardproof.core.plan.optimizer import Optimizer
+from shardproof.core.plan.parameter_groups import ParameterGroup
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch, Numerics, Precision, ScheduleChoice, Train
 from shardproof.simulator.simulation.simulate import simulate
@@ -63,9 +65,11 @@ RUNS = [
 
 @sampled(("model", "mode", "layout", "schedule"), RUNS, ids=lambda value: getattr(value, "degrees", value), on_push=5)
 def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode, layout, schedule):
-    from shardproof.backend.trainer import Trainer
+    assert_lasting_is_exact(own_plan(model, mode, layout, schedule))
 
-    plan = Plan(
+
+def own_plan(model: str, mode: str, layout: Layout, schedule: str, **sections) -> Plan:
+    return Plan(
         model=MODELS[model],
         cluster=cluster_preset("this-host", layout.world_size),
         layout=layout,
@@ -74,7 +78,28 @@ def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode,
         numerics=Numerics(mode),
         schedule=ScheduleChoice(schedule),
         train=Train(steps=2),
+        **sections,
     )
+
+
+@sampled(
+    ("optimizer", "layout"),
+    [
+        (Optimizer("sgd"), Layout(pp=2)),
+        (Optimizer("sgd", momentum=0.0), Layout(tp=2)),
+        (Optimizer("muon"), Layout(tp=2)),
+        (Optimizer(groups=(ParameterGroup("layers.[01].mlp.*", learning_rate_multiplier=0.0),)), Layout(pp=2)),
+    ],
+    ids=["sgd", "sgd-without-momentum", "muon", "groups"],
+    on_push=2,
+)
+def test_so_is_what_other_optimizers_keep(optimizer, layout):
+    assert_lasting_is_exact(own_plan("llama", "exact", layout, "1F1B", optimizer=optimizer))
+
+
+def assert_lasting_is_exact(plan: Plan) -> None:
+    from shardproof.backend.trainer import Trainer
+
     simulation = simulate(plan)
     timeline = Trainer(plan, transport="memory").fit().timeline
     # a split backward lets go of more than this meter sees: tests/backend/ranks/test_own_runs.py has those
@@ -82,3 +107,19 @@ def test_weights_optimizer_gradients_and_kept_activations_are_exact(model, mode,
     for rank, memory in zip(simulation.global_ranks, simulation.memory, strict=True):
         measured = max(sample.num_bytes for sample in timeline.memory if sample.global_rank == rank)
         assert memory.lasting_bytes == pytest.approx(measured, abs=512)  # masks of one byte a token
+
+
+@pytest.mark.parametrize(("layout", "off"), [(Layout(tp=2), 0.08), (Layout(), 0.05)], ids=["tp2", "one"])
+def test_the_peak_of_muons_step_is_within_a_few_percent(layout: Layout, off: float) -> None:
+    """Of matrices that are larger than what a sequence leaves, so that the peak is in STEP."""
+    from shardproof.backend.trainer import Trainer
+
+    wide = replace(MODELS["llama"], num_layers=1, hidden_size=384, ffn_hidden_size=1152, num_heads=4, head_dim=96)
+    plan = own_plan("llama", "fast", layout, "1F1B", optimizer=Optimizer("muon"))
+    plan = replace(plan, model=wide, batch=Batch(1, 1, 16))
+    timeline = Trainer(plan, transport="memory", live_memory=True).fit().timeline
+    assert timeline is not None
+    for rank, memory in zip(*(getattr(simulate(plan), name) for name in ("global_ranks", "memory")), strict=True):
+        measured = max(sample.num_bytes for sample in timeline.memory if sample.global_rank == rank)
+        assert memory.peak_bytes == pytest.approx(measured, rel=off)
+        assert memory.peak_action.endswith("STEP")

@@ -20,17 +20,9 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stages import balanced_stages
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import (
-    Batch,
-    DataParallel,
-    Numerics,
-    Optimizer,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
-    Train,
-)
+from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Recompute, Runtime, ScheduleChoice, Train
 from shardproof.core.plan.stacks import STACKS
 from shardproof.core.schedule import CATALOG
 from shardproof.core.schedule.action import Kind

@@ -9,8 +9,9 @@ import pytest
 from helpers.plans import training_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.batch_sizes import batch_at
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import DataParallel, Numerics, Offload, Optimizer, Precision, Runtime
+from shardproof.core.plan.sections import DataParallel, Numerics, Offload, Precision, Runtime
 from shardproof.verify.dynamic.each_batch import through_batches
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.dynamic.twin import twin

@@ -60,7 +60,8 @@ def write(
             slices[dim] = slice(tp_rank * length, (tp_rank + 1) * length)
         shard = full(parameter.name)[tuple(slices)]
         writer.gradient(parameter.name, slices, spoil(Key(0, GRADIENT, parameter.name), shard))
-        writer.optimizer_state(parameter.name, slices, spoil(Key(0, OPTIMIZER, parameter.name), shard), shard)
+        moments = {"exp_avg": spoil(Key(0, OPTIMIZER, parameter.name), shard), "exp_avg_sq": shard}
+        writer.optimizer_state(parameter.name, slices, moments)
         writer.weight(parameter.name, slices, spoil(Key(0, WEIGHT, parameter.name), shard))
 
 

@@ -83,7 +83,7 @@ def test_only_captured_tensors_leave_a_file(tmp_path: Path) -> None:
 def test_both_moments_are_tensors_and_scalars_keep_their_value() -> None:
     writer = LedgerWriter(0, {"w": (2,)})
     writer.scalar("loss", 1.25)
-    writer.optimizer_state("w", (slice(0, 2),), torch.ones(2), torch.zeros(2))
+    writer.optimizer_state("w", (slice(0, 2),), {"exp_avg": torch.ones(2), "exp_avg_sq": torch.zeros(2)})
     run = RunLedger.merge([writer.finish()])
     assert run.scalars("loss") == [1.25]
     assert [key.tensor for key in run.pieces if key.phase == OPTIMIZER] == ["w.exp_avg", "w.exp_avg_sq"]

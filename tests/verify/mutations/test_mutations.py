@@ -42,7 +42,7 @@ def multiplies_the_norm(patches: Patches) -> None:
 
 def stops_rank_1(patches: Patches) -> None:
     """Rank 1 fails at its first optimizer step."""
-    from shardproof.backend.base.optimizer import ShardedAdamW
+    from shardproof.backend.optimizers.sharded import ShardedOptimizer
 
     def step(original: Any) -> Any:
         def failing(self: Any, *given: Any) -> None:
@@ -52,7 +52,7 @@ def stops_rank_1(patches: Patches) -> None:
 
         return failing
 
-    patches.replace(ShardedAdamW, "step", step)
+    patches.replace(ShardedOptimizer, "step", step)
 
 
 def other_data_on_several_ranks(transport: Any, job: ProofJob) -> RankLedger:

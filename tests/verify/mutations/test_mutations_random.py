@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 from shardproof import Plan
-from shardproof.backend.base.optimizer import ShardedAdamW
 from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.gradients.gradients import Gradients
 from shardproof.backend.numerics.open_sums import OpenSums
+from shardproof.backend.optimizers.sharded import ShardedOptimizer
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.base import Channel
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -138,7 +138,7 @@ def permutes_a_shard(fault: Fault, patches: Patches) -> None:
 
 def keeps_an_old_parameter(fault: Fault, patches: Patches) -> None:
     def make(step: Callable[..., None]) -> Callable[..., None]:
-        def stepped(optimizer: ShardedAdamW, *given: Any) -> None:
+        def stepped(optimizer: ShardedOptimizer, *given: Any) -> None:
             before = [one.tensor.clone() for one in optimizer.held]
             step(optimizer, *given)
             if fault.strikes():
@@ -151,7 +151,7 @@ def keeps_an_old_parameter(fault: Fault, patches: Patches) -> None:
 
         return stepped
 
-    patches.replace(ShardedAdamW, "step", make)
+    patches.replace(ShardedOptimizer, "step", make)
 
 
 def skips_a_microbatch(fault: Fault, patches: Patches) -> None:

@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from shardproof.backend.base import optimizer
-from shardproof.backend.base.optimizer import ShardedAdamW
 from shardproof.backend.model import router, transformer
+from shardproof.backend.optimizers import updates
+from shardproof.backend.optimizers.sharded import ShardedOptimizer
 from shardproof.backend.ranks import training_rank
 from shardproof.backend.ranks.totals import Totals
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
+from shardproof.core.plan.optimizer import Optimizer, Update
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Optimizer, Precision
+from shardproof.core.plan.sections import Precision
 from shardproof.verify.dynamic import proof as dynamic
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.mutations.mutants_loss import multiplies_later_losses
@@ -110,24 +111,22 @@ def forgets_bias_correction(patches: Patches) -> None:
     def late(original: Callable) -> Callable:
         return lambda *given, **options: original(*given[:5], [torch.tensor(1e6) for _ in given[5]], **options)
 
-    patches.replace(optimizer, "UPDATES", lambda original: {"adamw": late(original["adamw"])})
+    patches.replace(updates, "UPDATES", lambda original: {"adamw": late(original["adamw"])})
 
 
 def decays_everything(patches: Patches) -> None:
-    patches.replace(
-        ShardedAdamW, "_update", lambda original: lambda self, pairs, decay, *given: original(self, pairs, True, *given)
-    )
+    patches.replace(Update, "weight_decay", lambda original: lambda self, of_step: of_step)
 
 
 def updates_twice(patches: Patches) -> None:
     def twice(original: Callable) -> Callable:
-        def step(self: ShardedAdamW, gradients: Sequence[torch.Tensor], *given: torch.Tensor) -> None:
+        def step(self: ShardedOptimizer, gradients: Sequence[torch.Tensor], *given: torch.Tensor) -> None:
             original(self, [each.clone() for each in gradients], *given)
             original(self, gradients, *given)
 
         return step
 
-    patches.replace(ShardedAdamW, "step", twice)
+    patches.replace(ShardedOptimizer, "step", twice)
 
 
 def counts_only_some(patches: Patches) -> None:

@@ -1,5 +1,5 @@
-"""`OffloadedMoments`: Adam's two moments of some tensors in host memory (`offload.optimizer`), and with them the fp32
-weights of those that rest there too (`offload.masters`).
+"""`OffloadedMoments`: the moments that an update keeps of some tensors in host memory (`offload.optimizer`), Adam's two
+or SGD's one, and with them the fp32 weights of those that rest there too (`offload.masters`).
 
 Moments lie one behind the other, and come to the device in pieces: while one is updated, the next is on its way there
 and the one before on its way back. The update is the device's own, on the same values, so its bits are the same.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...core.program.offload import PIECE_ELEMENTS
-from .host_copies import HostCopies
-from .streams import Moment, wait_for
+from ..base.host_copies import HostCopies
+from ..base.streams import Moment, wait_for
 
 ALIGNED_ELEMENTS = 64
 """Every tensor begins at a multiple of this, and is cut at one."""
@@ -53,6 +53,7 @@ class OffloadedMoments:
         shapes: Sequence[tuple[int, ...]],
         groups: Sequence[object],
         *,
+        num_moments: int = 2,
         masters: Mapping[int, Tensor] = MappingProxyType({}),
         piece_elements: int | None = None,
     ):
@@ -64,7 +65,7 @@ class OffloadedMoments:
         lengths = [math.prod(shape) for shape in shapes]
         padded = [-(-length // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS for length in lengths]
         *begins, total = accumulate(padded, initial=0)
-        self._host = [copies.empty(total, torch.float32).zero_() for _ in range(2)]
+        self._host = [copies.empty(total, torch.float32).zero_() for _ in range(num_moments)]
         self._views = [
             tuple(row[begin : begin + length].view(shape) for row in self._host)
             for begin, length, shape in zip(begins, lengths, shapes, strict=True)
@@ -72,10 +73,9 @@ class OffloadedMoments:
         self.pieces = _pieces(lengths, begins, groups, piece_elements or PIECE_ELEMENTS)
         self._sent: Moment = None
 
-    def moments(self, tensor: int) -> tuple[Tensor, Tensor]:
+    def moments(self, tensor: int) -> tuple[Tensor, ...]:
         """Those of a tensor, in host memory, which the host may read after `settle`."""
-        first, second = self._views[tensor]
-        return first, second
+        return self._views[tensor]
 
     def settle(self) -> None:
         """The host waits until all that was updated is there."""
@@ -83,8 +83,8 @@ class OffloadedMoments:
             self._sent.synchronize()
 
     def brought(self) -> Iterator[tuple[Piece, Tensor]]:
-        """Every piece with its moments, and its weights where they come too, [2 or 3, n] on the device, which go back
-        as the caller leaves them. In the end the current stream comes after that."""
+        """Every piece with its moments, and its weights where they come too as one row more, [rows, n] on the device,
+        which go back as the caller leaves them. In the end the current stream comes after that."""
         coming = self._bring(self.pieces[0])
         leaving: list[tuple[Tensor, Moment]] = []  # held until the current stream comes after their copies
         for number, piece in enumerate(self.pieces):

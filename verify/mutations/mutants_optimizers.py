@@ -1,0 +1,100 @@
+"""SGD and Muon on parts of tensors: what is forgotten between steps, and matrices that are made orthogonal in parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backend.optimizers.sharded import ShardedOptimizer
+from ...backend.optimizers.whole import WholeMatrices
+from ...core.plan.optimizer import Optimizer, OptimizerName
+from ...core.plan.plan import Plan
+from ..ledger.ledger import OPTIMIZER, WEIGHT
+from .mutant import Expected, Mutant
+from .patches import Function, Patches
+from .plans import tiny
+
+OURS = "ours: what layer-wise optimizers on shards get wrong"
+
+
+def plan_with(name: OptimizerName, **degrees: Any) -> Plan:
+    """A tiny plan with this optimizer."""
+    plan = tiny(samples=4, **degrees)
+    return replace(plan, optimizer=Optimizer(name, clip_grad_norm=plan.optimizer.clip_grad_norm))
+
+
+def forgets_momentum(patches: Patches) -> None:
+    """Every step begins with a momentum of zeros."""
+
+    def step(original: Function) -> Function:
+        def updated(self: ShardedOptimizer, *given: object) -> None:
+            for one in self.held:
+                for moment in self.moments(one).values():
+                    moment.zero_()
+            original(self, *given)
+
+        return updated
+
+    patches.replace(ShardedOptimizer, "step", step)
+
+
+def orthogonalises_parts(patches: Patches) -> None:
+    """Either half of a matrix is made orthogonal for itself, as by ranks that have one each."""
+
+    def changed(original: Function) -> Function:
+        def in_parts(self: WholeMatrices, tensors: list[Tensor], change: Any) -> None:
+            def of_halves(name: str, whole: Tensor) -> Tensor:
+                return torch.cat([change(name, half.contiguous()) for half in whole.chunk(2, dim=1)], dim=1)
+
+            original(self, tensors, of_halves)
+
+        return in_parts
+
+    patches.replace(WholeMatrices, "changed", changed)
+
+
+def leaves_other_parts(patches: Patches) -> None:
+    """What an owner has made goes to the ranks that it has parts of, and the other copies keep what they had."""
+
+    def sent_back(original: Function) -> Function:
+        def kept(self: WholeMatrices, tensors: list[Tensor], *given: object) -> None:
+            before = [each.clone() for each in tensors]
+            original(self, tensors, *given)
+            if self.group.rank == self.group.size - 1:
+                for tensor, own in zip(tensors, before, strict=True):
+                    tensor.copy_(own)
+
+        return kept
+
+    patches.replace(WholeMatrices, "_sent_back", sent_back)
+
+
+MUTANTS = (
+    Mutant(
+        "XX67",
+        "SGD's momentum is not kept from step to step",
+        OURS,
+        lambda: plan_with("sgd", dp=2),
+        forgets_momentum,
+        Expected(OPTIMIZER, "embedding.tokens.weight.momentum_buffer", ("missing",), ("STEP",), ranks=(0, 1), step=2),
+    ),
+    Mutant(
+        "XX68",
+        "Muon makes parts of matrices orthogonal, as ranks have them",
+        OURS,
+        lambda: plan_with("muon", tp=2),
+        orthogonalises_parts,
+        Expected(WEIGHT, "layers.0.*.weight", ("other values", "scaled"), ("STEP",), ranks=(0, 1)),
+    ),
+    Mutant(
+        "XX69",
+        "Muon's orthogonal matrices do not come back to the last rank",
+        OURS,
+        lambda: plan_with("muon", dp=3),
+        leaves_other_parts,
+        Expected(WEIGHT, "layers.0.*.weight", ("other values", "scaled"), ("STEP",), ranks=(2,)),
+    ),
+)
