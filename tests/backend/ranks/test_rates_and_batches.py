@@ -24,12 +24,12 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.batch_sizes import batch_at, samples_before
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import (
     Checkpoint,
     DataParallel,
     Numerics,
-    Optimizer,
     Recompute,
     Runtime,
     ScheduleChoice,
@@ -89,9 +89,8 @@ class LastState(Observer):
     def begin_step(self, step):
         self.pieces.clear()
 
-    def optimizer_state(self, name, slices, exp_avg, exp_avg_sq):
-        self.pieces.append((f"{name}.exp_avg", slices, exp_avg.clone()))
-        self.pieces.append((f"{name}.exp_avg_sq", slices, exp_avg_sq.clone()))
+    def optimizer_state(self, name, slices, moments):
+        self.pieces += [(f"{name}.{moment}", slices, values.clone()) for moment, values in moments.items()]
 
     def weight(self, name, slices, tensor, *, step=None):
         self.pieces.append((name, slices, tensor.clone()))
