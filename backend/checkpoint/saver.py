@@ -2,7 +2,8 @@
 all see the same folder.
 
 A checkpoint is written into a folder with another name (`step-00000020.partial`) and renamed when all of it is on the
-disk. So whatever ends a run, and whenever, the folders named `step-...` are whole.
+disk. So whatever ends a run, and whenever, the folders named `step-...` are whole. It is written while training goes on
+(`background`), unless the plan says otherwise: one that waits takes the same way and is waited for.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +28,9 @@ from ..base.environment import environment
 from ..data.corpus import Corpus
 from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
+from ..watch.stop import StopRequest
 from ..watch.watch import RankWatch
+from .background import Flight, Snapshots, Task
 from .index import INDEX_FILE, DamagedError
 from .resume import (
     NoneWholeError,
@@ -39,7 +44,7 @@ from .resume import (
     saved_in,
 )
 from .state import pieces_of, take_up
-from .tensors import Piece, read_tensors, write_tensors
+from .tensors import Piece, Share, check_written, finish_folder, read_tensors, share_of, write_share
 from .whole import STATE_FILE, STATE_FORMAT, has_index, quick_damages, steps_of
 
 if TYPE_CHECKING:
@@ -55,7 +60,8 @@ class Checkpoints:
     """Saves to and restores from the plan's `checkpoint.folder`, which is made where it is not there.
 
     `corpus` is the training text, which rank 0 of `world` must have. `newest` is the folder of the last checkpoint that
-    this run saved or went on from. On the board of `watch` it is seen that ranks save, however long that takes.
+    this run saved or went on from, `events` what came of checkpoints and of requests to stop, for JSON. On the board of
+    `watch` it is seen that ranks save, however long that takes.
     """
 
     newest: Path | None = None
@@ -74,6 +80,10 @@ class Checkpoints:
         self._world = world
         self._device = device
         self._watch = watch
+        self.events: list[dict[str, Any]] = []
+        self._flight: Flight | None = None
+        self._share: Share | None = None
+        self._snapshots = Snapshots()
         self._folder = Path(plan.checkpoint.folder)
         self._text = (
             None if corpus is None or world.rank > 0 else {"bytes": len(corpus.train), "sha256": corpus.fingerprint}
@@ -101,6 +111,7 @@ class Checkpoints:
                 for notice in [*(f"{text} Going on from {saved.path}." for text in damaged[-1:]), *notices]:
                     print(f"resume: {notice}", file=sys.stderr, flush=True)
             self.newest = saved.path
+            self.events.append({"step": saved.steps, "event": "resumed", "path": str(saved.path)})
             return saved.steps
         raise NoneWholeError(self._plan, damaged)
 
@@ -152,23 +163,101 @@ class Checkpoints:
         ]
         return [f"{saved.path} was saved on another machine ({'; '.join(other)}): bits may differ."] if other else []
 
-    def is_due(self, steps: int, *, last: bool) -> bool:
-        """Whether there is to be a checkpoint after so many steps."""
+    def after_step(self, steps: int, rank: TrainingRank, stop: StopRequest, *, last: bool) -> str | None:
+        """What is to be done after so many steps: saves where that is due, takes a checkpoint further that is on its
+        way, and saves what there is when a rank was asked to stop. All is on the disk after the last step, and when the
+        run is to be left: the signal's name says that. Raises on every rank what went wrong with a checkpoint."""
+        number, all_done = self._agreed(stop)
+        stops = number and not last
+        if all_done:
+            self._take_further()
+        if last or stops or self._is_due(steps):
+            self.begin(steps, pieces_of(rank), snapshot=self._plan.checkpoint.asynchronous and not (last or stops))
+        if not self._plan.checkpoint.asynchronous or last or stops:
+            self.finish()
+        return self._stopped(steps, number) if stops else None
+
+    def before_steps(self, steps: int, stop: StopRequest) -> str | None:
+        """The name of the signal that came to a rank before training went on after so many steps."""
+        number, _ = self._agreed(stop)
+        return self._stopped(steps, number) if number else None
+
+    def _agreed(self, stop: StopRequest) -> tuple[int, bool]:
+        """The signal that the first rank to have one was sent, 0 for none, and whether every rank has done its part of
+        what is on its way."""
+        own = torch.tensor(
+            [stop.number, int(self._flight is not None and self._flight.task.is_done)],
+            dtype=torch.int64,
+            device=self._device,
+        )
+        said = [each.tolist() for each in self._world.all_gather(own)]
+        return next((number for number, _ in said if number), 0), all(done for _, done in said)
+
+    def _stopped(self, steps: int, number: int) -> str:
+        name = signal.Signals(number).name
+        self.events.append({"step": steps, "event": "stopped", "signal": name})
+        return name
+
+    def _is_due(self, steps: int) -> bool:
         every = self._plan.checkpoint.every
-        return last or (every is not None and steps % every == 0)
+        return every is not None and steps % every == 0
 
     def save(self, steps: int, rank: TrainingRank) -> None:
-        """Saves what the ranks have after so many steps, then removes what is more than `checkpoint.keep`."""
+        """Saves what the ranks have after so many steps, then removes what is more than `checkpoint.keep`. It is on the
+        disk when this returns."""
         self.save_pieces(steps, pieces_of(rank))
 
     def save_pieces(self, steps: int, pieces: Sequence[Piece]) -> None:
         """`save`, of any tensors."""
+        self.begin(steps, pieces, snapshot=False)
+        self.finish()
+
+    def begin(self, steps: int, pieces: Sequence[Piece], *, snapshot: bool) -> None:
+        """Begins to save, after the checkpoint before it is on the disk. Pieces may change from now on where there is a
+        `snapshot` of them, else when `finish` has returned. Raises as `finish` does, and `ValueError` when the pieces
+        of a tensor overlap or leave parts out."""
+        self.finish()
         path = path_of(self._folder, steps)
         partial = path.with_name(path.name + PARTIAL)
         self._first_rank(lambda: self._begin(partial, steps))
-        write_tensors(partial, pieces, self._world, self._device, self._watch)
-        self._first_rank(lambda: self._finish(partial, path))
-        self.newest = path
+        share = self._share = share_of(pieces, self._world, self._device, self._share)
+        if snapshot:
+            share = replace(share, pieces=self._snapshots.of(share.pieces))
+        task = Task(self._lane, lambda: write_share(partial, share))
+        self._flight = Flight(steps, partial, path, share, task)
+
+    def finish(self) -> None:
+        """Returns when what is on its way is on the disk. Raises on every rank `OSError` with the file that could not
+        be written, or what else went wrong on any of them."""
+        while self._flight is not None:
+            task = self._flight.task
+            run_on_all(self._world, self._device, task.wait, watch=self._watch, name="save")
+            self._take_further()
+
+    def _take_further(self) -> None:
+        """The next part of what is on its way, when every rank has done the one before."""
+        flight, self._flight = self._flight, None
+        assert flight is not None, "something is done"
+        answers = gather_values(self._world, flight.task.answer, self._device)
+        if errors := [f"rank {rank}: {each['error']}" for rank, each in enumerate(answers) if "error" in each]:
+            raise OSError(f"the checkpoint after {flight.steps} steps was not saved: {'; '.join(errors)}")
+        if flight.is_last:
+            self.newest = flight.path
+            self.events.append({"step": flight.steps, "event": "saved", "path": str(flight.path)})
+            return
+        written, leads = [each["value"] for each in answers], self._world.rank == 0
+        check_written(flight.partial, flight.share, written)
+
+        def finish() -> None:
+            finish_folder(flight.partial, flight.share, written)
+            self._finish(flight.partial, flight.path)
+
+        task = Task(self._lane, finish if leads else lambda: None)
+        self._flight = replace(flight, task=task, is_last=True)
+
+    @property
+    def _lane(self) -> str:
+        return f"rank {self._world.ranks[self._world.rank]} lane save"
 
     def _first_rank(self, work: Callable[[], None]) -> None:
         """Rank 0 works, and all go on when it is done."""

@@ -626,3 +626,17 @@ class Checkpoint(Bounded, section="checkpoint"):
     keep: int | None = option(
         "how many of the newest stay", default=None, minimum=1, default_note="all", read_by="backend.checkpoint.saver"
     )
+    asynchronous: bool = option(
+        "whether training goes on while a checkpoint is written",
+        default=True,
+        more="Every rank then holds a copy of its part in host memory.",
+        read_by="backend.checkpoint.saver",
+    )
+    stop_budget_s: float = option(
+        "after SIGTERM or SIGUSR1, until the step is done and saved",
+        default=25.0,
+        above=0,
+        bound=Bound(1e8, "three years; what waits for threads counts in 64-bit nanoseconds", least=1e-3),
+        more="The run is ended then, saved or not: torchrun, Slurm and Kubernetes kill 30 s after SIGTERM.",
+        read_by="backend.trainer",
+    )
