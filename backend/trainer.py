@@ -22,7 +22,7 @@ from .checkpoint.resume import resumption
 from .data.vocabulary import no_bytes
 from .huggingface.config import check_load, check_save
 from .launching.launch import preload, run_ranks
-from .launching.torchrun import failed, gave_up, torchrun_transport, under_torchrun
+from .launching.torchrun import failed, gave_up, set_up_within, torchrun_transport, under_torchrun
 from .memory_check import check_memory
 from .unsupported import unsupported
 from .watch.rank_messages import ON_GPUS, TransportName
@@ -199,6 +199,7 @@ class Trainer:
                 world_size=self.plan.world_size,
                 transport=self.transport,
                 stall_s=self.plan.train.timeout_s,
+                setup_s=self.plan.train.setup_timeout_s,
                 stop_budget_s=self._stop_budget_s,
             )
         except RankFailure as failure:
@@ -223,6 +224,7 @@ class Trainer:
                 backend=self.transport, timeout_s=self.plan.train.timeout_s, groups=self.groups
             ) as transport,
             nullcontext() if budget_s is None else stopping_here(transport.stop, budget_s),
+            set_up_within(transport, self.plan.train.setup_timeout_s),
         ):
             if transport.world_size != (expected := self.plan.world_size):
                 raise PlanError(

@@ -9,6 +9,7 @@ it has said that it is done, the checkpoint is there.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ class Task:
             except BaseException as error:  # it belongs to who asks for the value
                 self._error = error
 
+        self._started_s = time.monotonic()
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
 
@@ -41,9 +43,14 @@ class Task:
         """Whether the work is over."""
         return not self._thread.is_alive()
 
-    def wait(self) -> None:
-        """Returns when it is over, whether well or not."""
-        self._thread.join()
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it was begun."""
+        return time.monotonic() - self._started_s
+
+    def wait(self, limit_s: float) -> None:
+        """Returns when it is over, whether well or not, and after so many seconds."""
+        self._thread.join(max(0.0, limit_s))
 
     @property
     def answer(self) -> dict[str, Any]:

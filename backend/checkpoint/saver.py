@@ -14,8 +14,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,10 @@ DAMAGED = ".damaged"
 """The end of the name of a checkpoint that was damaged, once a run has saved another after as many steps."""
 
 
+UNDER_WAY, DONE, LATE = 0, 1, 2
+"""How a rank's part of a checkpoint is getting on."""
+
+
 class Checkpoints:
     """Saves to and restores from the plan's `checkpoint.folder`, which is made where it is not there.
 
@@ -90,6 +95,7 @@ class Checkpoints:
         )
         if world.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._clear()
 
     def restore(self, path: Path, rank: TrainingRank) -> int:
         """Makes a rank go on from a checkpoint, or where it is damaged from the newest whole one before it, which
@@ -185,13 +191,28 @@ class Checkpoints:
     def _agreed(self, stop: StopRequest) -> tuple[int, bool]:
         """The signal that the first rank to have one was sent, 0 for none, and whether every rank has done its part of
         what is on its way."""
-        own = torch.tensor(
-            [stop.number, int(self._flight is not None and self._flight.task.is_done)],
-            dtype=torch.int64,
-            device=self._device,
-        )
+        own = torch.tensor([stop.number, self._state_of_flight()], dtype=torch.int64, device=self._device)
         said = [each.tolist() for each in self._world.all_gather(own)]
-        return next((number for number, _ in said if number), 0), all(done for _, done in said)
+        states = [state for _, state in said]
+        self._check_in_time(states)
+        return next((number for number, _ in said if number), 0), all(state == DONE for state in states)
+
+    def _state_of_flight(self) -> int:
+        """How this rank's part of what is on its way is getting on."""
+        if self._flight is None:
+            return UNDER_WAY
+        if self._flight.task.is_done:
+            return DONE
+        return LATE if self._flight.task.elapsed_s > self._plan.checkpoint.timeout_s else UNDER_WAY
+
+    def _check_in_time(self, states: Sequence[int]) -> None:
+        """Raises `PlanError` where a rank's part takes longer than it may."""
+        if self._flight is not None and LATE in states:
+            late = ", ".join(str(rank) for rank, state in enumerate(states) if state == LATE)
+            raise PlanError(
+                f"{self._flight.partial}: rank {late} has not written its part within checkpoint.timeout_s="
+                f"{self._plan.checkpoint.timeout_s:g}. Look at its disk or network, or give it more time."
+            )
 
     def _stopped(self, steps: int, number: int) -> str:
         name = signal.Signals(number).name
@@ -218,21 +239,32 @@ class Checkpoints:
         of a tensor overlap or leave parts out."""
         self.finish()
         path = path_of(self._folder, steps)
-        partial = path.with_name(path.name + PARTIAL)
-        self._first_rank(lambda: self._begin(partial, steps))
+        folder = path.with_name(path.name + PARTIAL)
         share = self._share = share_of(pieces, self._world, self._device, self._share)
         if snapshot:
             share = replace(share, pieces=self._snapshots.of(share.pieces))
-        task = Task(self._lane, lambda: write_share(partial, share))
-        self._flight = Flight(steps, partial, path, share, task)
+
+        def write() -> dict[str, Any]:
+            folder.mkdir(exist_ok=True)
+            if self._world.rank == 0:
+                write_text(folder / STATE_FILE, json.dumps(self._state(steps), indent=1) + "\n")
+            return write_share(folder, share)
+
+        task = Task(self._lane, write)
+        self._flight = Flight(steps, folder, path, share, task)
 
     def finish(self) -> None:
         """Returns when what is on its way is on the disk. Raises on every rank `OSError` with the file that could not
         be written, or what else went wrong on any of them."""
         while self._flight is not None:
-            task = self._flight.task
-            run_on_all(self._world, self._device, task.wait, watch=self._watch, name="save")
-            self._take_further()
+            flight = self._flight
+            limit_s = self._plan.checkpoint.timeout_s - flight.task.elapsed_s
+            run_on_all(self._world, self._device, partial(flight.task.wait, limit_s), watch=self._watch, name="save")
+            own = torch.tensor([self._state_of_flight()], dtype=torch.int64, device=self._device)
+            states = [int(state) for state in self._world.all_gather(own)]
+            self._check_in_time(states)
+            if all(state == DONE for state in states):
+                self._take_further()
 
     def _take_further(self) -> None:
         """The next part of what is on its way, when every rank has done the one before."""
@@ -259,24 +291,14 @@ class Checkpoints:
     def _lane(self) -> str:
         return f"rank {self._world.ranks[self._world.rank]} lane save"
 
-    def _first_rank(self, work: Callable[[], None]) -> None:
-        """Rank 0 works, and all go on when it is done."""
-        leads = self._world.rank == 0
-        run_on_all(self._world, self._device, work if leads else lambda: None, watch=self._watch, name="save")
-
-    def _begin(self, partial: Path, steps: int) -> None:
-        self._clear()
-        partial.mkdir()
-        write_text(partial / STATE_FILE, json.dumps(self._state(steps), indent=1) + "\n")
-
-    def _finish(self, partial: Path, path: Path) -> None:
+    def _finish(self, written: Path, path: Path) -> None:
         """Gives a checkpoint its name when it is on the disk; one of that name, which was damaged, gets another."""
         for file in (STATE_FILE, INDEX_FILE):
-            _sync(partial / file)
-        _sync(partial)
+            _sync(written / file)
+        _sync(written)
         if path.exists():
             path.rename(_free_name(path.with_name(path.name + DAMAGED)))
-        partial.rename(path)
+        written.rename(path)
         _sync(self._folder)
         self._remove_old(path)
 

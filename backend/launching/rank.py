@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -67,7 +68,7 @@ def serve_jobs(connection: Connection) -> None:
     threading.Thread(target=_listen, args=(inbox,), name="listener", daemon=True).start()
     while True:
         job, stop = inbox.jobs.get()
-        with stop_signals(lambda number, stop=stop: inbox.signalled(stop, number)) if job.stops else nullcontext():
+        with stop_signals(partial(inbox.signalled, stop)) if job.stops else nullcontext():
             kind, body = _run(job, stop)
         sys.stdout.flush()
         sys.stderr.flush()

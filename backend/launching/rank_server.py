@@ -9,8 +9,8 @@ to be guarded by `if __name__ == "__main__"`.
 The server has one thread, torch included while OMP_NUM_THREADS is 1, so forking is safe. It ends when its starter does,
 and not by SIGINT, SIGTERM or SIGUSR1, which its starter has blocked: somebody has to remove the starter's folder and
 end its ranks. These can be ended by them. Protocol: the starter sends one *lifeline* socket per pool over the control
-socket, and one connection per rank over the lifeline. The server reports over the lifeline how each rank ended. Closing the
-lifeline kills the pool. Names of modules to load, too, come over the control socket (`launch.preload`).
+socket, and one connection per rank over the lifeline. The server reports over the lifeline how each rank ended. Closing
+the lifeline kills the pool. Names of modules to load, too, come over the control socket (`launch.preload`).
 """
 
 from __future__ import annotations

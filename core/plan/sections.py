@@ -597,6 +597,14 @@ class Train(Bounded, section="train"):
         more="What each was waiting for is reported.",
         read_by="backend.trainer",
     )
+    setup_timeout_s: float = option(
+        "from the start of ranks to the first step, after which all are ended",
+        default=1800.0,
+        above=0,
+        bound=Bound(1e8, "three years; what waits for threads counts in 64-bit nanoseconds", least=1e-3),
+        more="A checkpoint or weights that are loaded are part of it.",
+        read_by="backend.trainer",
+    )
 
     @property
     def adds_router_losses(self) -> bool:
@@ -630,6 +638,14 @@ class Checkpoint(Bounded, section="checkpoint"):
         "whether training goes on while a checkpoint is written",
         default=True,
         more="Every rank then holds a copy of its part in host memory.",
+        read_by="backend.checkpoint.saver",
+    )
+    timeout_s: float = option(
+        "until every rank has written its part of a checkpoint, after which the run is ended",
+        default=1800.0,
+        above=0,
+        bound=Bound(1e8, "three years; what waits for threads counts in 64-bit nanoseconds", least=1e-3),
+        more="The rank that has not is named.",
         read_by="backend.checkpoint.saver",
     )
     stop_budget_s: float = option(

@@ -60,6 +60,21 @@ def test_steps_are_taken_while_a_writer_is_held_up_and_the_checkpoint_is_of_its_
     assert [step.loss for step in again.steps] == [step.loss for step in other.steps[2:]]
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_writer_that_does_not_come_to_an_end_is_named_in_time(asynchronous, tmp_path, monkeypatch):
+    write_share, released = saver.write_share, threading.Event()
+
+    def held(path, share):
+        if share.rank == 1:
+            released.wait(HELD_S)
+        return write_share(path, share)
+
+    monkeypatch.setattr(saver, "write_share", held)
+    with pytest.raises(RankFailure, match=r"rank 1 has not written its part within checkpoint\.timeout_s=4"):
+        train(tiny(tmp_path, every=1, asynchronous=asynchronous, timeout_s=4))
+    released.set()
+
+
 def leave_little_room(_):
     """From now on no file of this process becomes as long as its part of a checkpoint."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
