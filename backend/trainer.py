@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.base.errors import DivergedError, PlanError, RankFailure, ShardproofError
 from ..core.base.terminal import say
+from ..core.base.urls import is_url
 from ..core.layout.products import choices_text
 from ..core.plan.plan import AnyPlan, Plan, only_model
 from ..core.schedule.timeline import MemorySample, Span, Timeline
 from .base.libraries import libraries_of
 from .base.measured_peak import MeasuredPeak
+from .base.urls import place_of
 from .checkpoint.resume import resumption
 from .data.vocabulary import no_bytes
 from .huggingface.config import check_load, check_save
@@ -352,7 +354,7 @@ def with_products(transport: Transport, plan: AnyPlan) -> AnyPlan:
 
 def _own_folder(transport: Transport, plan: AnyPlan) -> AbstractContextManager[None]:
     """Holds the plan's folder of checkpoints, if it has one, for this run alone."""
-    if plan.checkpoint.folder is None:
+    if plan.checkpoint.folder is None or is_url(plan.checkpoint.folder):  # a store of objects has no locks
         return nullcontext()
     from .checkpoint.lock import locked
 
@@ -398,7 +400,7 @@ def run_steps(
         checkpoints = Checkpoints(plan, rank.batches.corpus, world, transport.device, transport.watch)
     first, stopped_by = 0, None
     if checkpoints is not None:
-        first = 0 if resume is None else checkpoints.restore(Path(resume), rank)
+        first = 0 if resume is None else checkpoints.restore(place_of(resume), rank)
         stopped_by = checkpoints.before_steps(first, transport.stop)
     rank.show_state(first - 1)
     if save_huggingface is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ...core.base.errors import error_words
+from ..base.urls import Place
 from .tensors import Key, Piece, Share
 
 
@@ -65,7 +66,7 @@ class Flight:
 
     steps: int
     partial: Path
-    path: Path
+    path: Place
     share: Share
     task: Task
     is_last: bool = False

@@ -1,23 +1,18 @@
 """`Checkpoints`: a run's checkpoints as one rank sees them. All ranks make the same calls together, and
 all see the same folder.
 
-A checkpoint is written into a folder with another name (`step-00000020.partial`) and renamed when all of it is on the
-disk. So whatever ends a run, and whenever, the folders named `step-...` are whole. It is written while training goes on
+Where they lie, and how it is that only whole ones do, is the matter of a `shelf`. One is written while training goes on
 (`background`), unless the plan says otherwise: one that waits takes the same way and is waited for.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +21,14 @@ from ...core.base.errors import PlanError
 from ...core.base.files import write_text
 from ...core.plan.plan import AnyPlan, recorded_numerics
 from ..base.environment import environment
+from ..base.urls import Place
 from ..data.corpus import Corpus
 from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
 from ..watch.stop import StopRequest
 from ..watch.watch import RankWatch
 from .background import Flight, Snapshots, Task
-from .index import INDEX_FILE, DamagedError
+from .index import DamagedError
 from .resume import (
     NoneWholeError,
     Saved,
@@ -40,22 +36,16 @@ from .resume import (
     damage_text,
     numerics_of,
     other_products,
-    path_of,
     problem_of,
     saved_in,
 )
+from .shelf import shelf_of
 from .state import pieces_of, take_up
 from .tensors import Piece, Share, check_written, finish_folder, read_tensors, share_of, write_share
 from .whole import STATE_FILE, STATE_FORMAT, has_index, quick_damages, steps_of
 
 if TYPE_CHECKING:
     from ..ranks.training_rank import TrainingRank
-
-PARTIAL, REMOVED = ".partial", ".removed"
-"""Ends of the names of checkpoints that are not whole: not yet, or no longer."""
-DAMAGED = ".damaged"
-"""The end of the name of a checkpoint that was damaged, once a run has saved another after as many steps."""
-
 
 UNDER_WAY, DONE, LATE = 0, 1, 2
 """How a rank's part of a checkpoint is getting on."""
@@ -69,7 +59,7 @@ class Checkpoints:
     `watch` it is seen that ranks save, however long that takes.
     """
 
-    newest: Path | None = None
+    newest: Place | None = None
 
     def __init__(
         self,
@@ -89,15 +79,14 @@ class Checkpoints:
         self._flight: Flight | None = None
         self._share: Share | None = None
         self._snapshots = Snapshots()
-        self._folder = Path(plan.checkpoint.folder)
+        self._shelf = shelf_of(plan.checkpoint.folder, plan.checkpoint.keep)
         self._text = (
             None if corpus is None or world.rank > 0 else {"bytes": len(corpus.train), "sha256": corpus.fingerprint}
         )
         if world.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._clear()
+            self._shelf.prepare()
 
-    def restore(self, path: Path, rank: TrainingRank) -> int:
+    def restore(self, path: Place, rank: TrainingRank) -> int:
         """Makes a rank go on from a checkpoint, or where it is damaged from the newest whole one before it, which
         standard error reports it. Gives the number of steps that were done. Raises `PlanError` on every rank where that
         is one of another model or of another text, and where none is whole."""
@@ -149,7 +138,7 @@ class Checkpoints:
             return "refused", list(error.problems)
         return "notices", unknown + other_products(self._plan, saved) + self._other_machine(saved)
 
-    def _other_text(self, path: Path, theirs: Mapping[str, Any]) -> str:
+    def _other_text(self, path: Place, theirs: Mapping[str, Any]) -> str:
         (their_bytes, their_hash), (our_bytes, our_hash) = (
             (text.get("bytes"), str(text.get("sha256"))[:12]) for text in (theirs, self._text or {})
         )
@@ -238,8 +227,7 @@ class Checkpoints:
         `snapshot` of them, else when `finish` has returned. Raises as `finish` does, and `ValueError` when the pieces
         of a tensor overlap or leave parts out."""
         self.finish()
-        path = path_of(self._folder, steps)
-        folder = path.with_name(path.name + PARTIAL)
+        folder = self._shelf.desk(steps)
         share = self._share = share_of(pieces, self._world, self._device, self._share)
         if snapshot:
             share = replace(share, pieces=self._snapshots.of(share.pieces))
@@ -248,10 +236,12 @@ class Checkpoints:
             folder.mkdir(exist_ok=True)
             if self._world.rank == 0:
                 write_text(folder / STATE_FILE, json.dumps(self._state(steps), indent=1) + "\n")
-            return write_share(folder, share)
+            written = write_share(folder, share)
+            self._shelf.hand_over(steps, written["files"])
+            return written
 
         task = Task(self._lane, write)
-        self._flight = Flight(steps, folder, path, share, task)
+        self._flight = Flight(steps, folder, self._shelf.place(steps), share, task)
 
     def finish(self) -> None:
         """Returns when what is on its way is on the disk. Raises on every rank `OSError` with the file that could not
@@ -282,7 +272,7 @@ class Checkpoints:
 
         def finish() -> None:
             finish_folder(flight.partial, flight.share, written)
-            self._finish(flight.partial, flight.path)
+            self._shelf.publish(flight.steps)
 
         task = Task(self._lane, finish if leads else lambda: None)
         self._flight = replace(flight, task=task, is_last=True)
@@ -290,17 +280,6 @@ class Checkpoints:
     @property
     def _lane(self) -> str:
         return f"rank {self._world.ranks[self._world.rank]} lane save"
-
-    def _finish(self, written: Path, path: Path) -> None:
-        """Gives a checkpoint its name when it is on the disk; one of that name, which was damaged, gets another."""
-        for file in (STATE_FILE, INDEX_FILE):
-            _sync(written / file)
-        _sync(written)
-        if path.exists():
-            path.rename(_free_name(path.with_name(path.name + DAMAGED)))
-        written.rename(path)
-        _sync(self._folder)
-        self._remove_old(path)
 
     def _state(self, steps: int) -> dict[str, Any]:
         samples = steps * self._plan.batch.global_size
@@ -312,36 +291,3 @@ class Checkpoints:
             "problem": problem_of(self._plan),
             "numerics": recorded_numerics(self._plan, environment(self._device)).to_json(),
         }
-
-    def _clear(self) -> None:
-        """Removes what runs that were ended while they saved or removed have left behind."""
-        for left in self._folder.glob("step-*"):
-            if left.suffix in (PARTIAL, REMOVED):
-                shutil.rmtree(left)
-
-    def _remove_old(self, newest: Path) -> None:
-        """Removes what is more than `checkpoint.keep`. Newer checkpoints than the `newest` of this run
-        were damaged, and stay."""
-        keep, known = (
-            self._plan.checkpoint.keep,
-            [saved for saved in saved_in(self._folder) if saved.path.name <= newest.name],
-        )
-        for old in known[: -keep if keep else 0]:
-            removed = old.path.with_name(old.path.name + REMOVED)
-            old.path.rename(removed)  # first another name: half of it would be no checkpoint
-            shutil.rmtree(removed)
-
-
-def _free_name(path: Path) -> Path:
-    """The path, or with a number behind it the first that is free."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
-    return next(name for name in names if not name.exists())
-
-
-def _sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

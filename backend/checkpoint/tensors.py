@@ -28,10 +28,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ...core.base.errors import PlanError, named
 from ...core.base.files import write_bytes
+from ..base.urls import Place
 from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
 from ..watch.watch import RankWatch
-from .files import digest_of, digest_of_file, opened, read_bytes
+from .files import digest_of, digest_of_file, opened
 from .index import INDEX_FILE, ITEM_BYTES, Block, Contents, DamagedError, SavedFile, SavedTensor, block_fields, block_of
 from .older import METADATA_FILE, place_of_data
 from .whole import STATE_FILE, contents_of, damages
@@ -216,8 +217,8 @@ def _write(path: Path, pieces: Sequence[Piece], rank: int) -> dict[str, Any]:
     blocks = []
     for result in results:
         info, key = result.storage_data, (result.index.fqn, tuple(result.index.offset or ()))
-        with opened(path / info.relative_path) as descriptor:
-            first, num_bytes, _ = place_of_data(descriptor, info.offset, info.length)
+        with opened(path / info.relative_path) as reader:
+            first, num_bytes, _ = place_of_data(reader, info.offset, info.length)
         block = Block(key[1], sizes[key], info.relative_path, first, num_bytes, planner.digests[key])
         blocks.append([key[0], block_fields(block), [info.offset, info.length]])
     names = sorted(file.name for file in path.glob(f"__{rank}_*.distcp"))
@@ -273,7 +274,7 @@ def finish_folder(path: Path, share: Share, everyone: Sequence[Mapping[str, Any]
 
 
 def read_tensors(
-    path: Path, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None
+    path: Place, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None
 ) -> None:
     """Fills the pieces of every rank of `world`, which call this together, from the folder `path`,
     whatever layout saved it.
@@ -290,7 +291,7 @@ def read_tensors(
     _raise_all(gather_values(world, found, device))
 
 
-def _agreed(path: Path, world: Group, device: torch.device, watch: RankWatch | None) -> Contents:
+def _agreed(path: Place, world: Group, device: torch.device, watch: RankWatch | None) -> Contents:
     """The contents as rank 0 finds them: all go by the same. Raises `DamagedError` on every rank."""
 
     def read() -> list[Any]:
@@ -327,7 +328,7 @@ def _raise_all(found: Sequence[Sequence[str]]) -> None:
 
 
 @torch.no_grad()
-def _fill(path: Path, contents: Contents, pieces: Sequence[Piece]) -> Iterator[str]:
+def _fill(path: Place, contents: Contents, pieces: Sequence[Piece]) -> Iterator[str]:
     """Fills pieces, file by file, with what was compared with its digest a moment before; what is another
     is reported and not used."""
     wanted: defaultdict[str, list[tuple[Block, list[Piece]]]] = defaultdict(list)
@@ -340,10 +341,10 @@ def _fill(path: Path, contents: Contents, pieces: Sequence[Piece]) -> Iterator[s
                 wanted[block.file].append((block, users))
     for file, blocks in wanted.items():
         try:
-            with opened(path / file) as descriptor:
+            with opened(path / file) as reader:
                 for block, users in blocks:
                     name = users[0].name
-                    content = read_bytes(descriptor, block.first, block.num_bytes)
+                    content = reader.read(block.first, block.num_bytes)
                     if block.digest is not None and digest_of(content) != block.digest:
                         yield f"{path / file}: tensor {name} has changed while it was read. Start again with --resume."
                         continue
@@ -370,7 +371,7 @@ def _shared(piece: Piece, block: Block) -> tuple[tuple[slice, ...], tuple[slice,
     return tuple(theirs), tuple(ours)
 
 
-def _check(path: Path, contents: Contents, pieces: Sequence[Piece], world: Group, device: torch.device) -> None:
+def _check(path: Place, contents: Contents, pieces: Sequence[Piece], world: Group, device: torch.device) -> None:
     """Raises `PlanError` on all ranks where the tensors of a checkpoint are not those of the ranks, by
     name, shape or format."""
     own = {piece.name: f"{list(piece.shape)} {_dtype_name(piece.tensor.dtype)}" for piece in pieces}
