@@ -153,7 +153,7 @@ def retried(work: Callable[[], T], what: str) -> T:
 def _system_of(url: str) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path in it."""
     try:
-        import fsspec
+        import fsspec  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingExtraError(f"{url} needs fsspec. Run `pip install 'shardproof[s3]'`.") from error
     try:

@@ -21,8 +21,8 @@ from ...core.model.huggingface_config import TRAINING_FIELDS
 from ...core.plan.plan import AnyPlan, recorded_numerics
 from ...core.plan.sections import NO_PRODUCTS
 from ..base.urls import Place, check_writable, place_of
-from .files import exists
-from .index import INDEX_FILE
+from ..dcp.files import exists
+from ..dcp.index import INDEX_FILE
 from .whole import quick_damages, read_state
 
 

@@ -23,12 +23,12 @@ from ...core.plan.plan import AnyPlan, recorded_numerics
 from ..base.environment import environment
 from ..base.urls import Place
 from ..data.corpus import Corpus
+from ..dcp.index import DamagedError
 from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
 from ..watch.stop import StopRequest
 from ..watch.watch import RankWatch
 from .background import Flight, Snapshots, Task
-from .index import DamagedError
 from .resume import (
     NoneWholeError,
     Saved,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ..base.urls import Place, UrlPath, check_writable, place_of
-from .index import INDEX_FILE
-from .older import METADATA_FILE
+from ..dcp.index import INDEX_FILE
+from ..dcp.older import METADATA_FILE
 from .resume import path_of, saved_in
 from .whole import STATE_FILE
 

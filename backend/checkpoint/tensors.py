@@ -29,12 +29,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ...core.base.errors import PlanError, named
 from ...core.base.files import write_bytes
 from ..base.urls import Place
+from ..dcp.files import digest_of, digest_of_file, opened
+from ..dcp.index import (
+    INDEX_FILE,
+    ITEM_BYTES,
+    Block,
+    Contents,
+    DamagedError,
+    SavedFile,
+    SavedTensor,
+    block_fields,
+    block_of,
+)
+from ..dcp.older import METADATA_FILE, place_of_data
 from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
 from ..watch.watch import RankWatch
-from .files import digest_of, digest_of_file, opened
-from .index import INDEX_FILE, ITEM_BYTES, Block, Contents, DamagedError, SavedFile, SavedTensor, block_fields, block_of
-from .older import METADATA_FILE, place_of_data
 from .whole import STATE_FILE, contents_of, damages
 
 Key = tuple[str, tuple[int, ...]]

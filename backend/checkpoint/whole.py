@@ -11,9 +11,9 @@ from typing import Any
 
 from ...core.base.errors import named
 from ..base.urls import Place
-from .files import Reader, digest_of, digest_of_file, exists, length_of, opened, read_small
-from .index import INDEX_FILE, MAX_INDEX_BYTES, Contents, DamagedError
-from .older import METADATA_FILE, contents_without_index
+from ..dcp.files import Reader, digest_of, digest_of_file, exists, length_of, opened, read_small
+from ..dcp.index import INDEX_FILE, MAX_INDEX_BYTES, Contents, DamagedError
+from ..dcp.older import METADATA_FILE, contents_without_index
 
 STATE_FILE = "state.json"
 """What is known of a checkpoint without reading tensors: `steps` done, `samples` read, the `text` they come

@@ -502,7 +502,7 @@ class Train(Bounded, section="train"):
     )
     _: KW_ONLY
     load: str | None = option(
-        "a Hugging Face folder (config.json, safetensors): its weights",
+        "a folder of Hugging Face (config.json, safetensors), Megatron-LM (torch_dist) or torchtitan",
         default=None,
         kind="path",
         default_note="drawn from seed",

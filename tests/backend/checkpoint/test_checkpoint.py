@@ -21,11 +21,11 @@ from helpers.plans import training_plan
 from shardproof import Trainer
 from shardproof.backend.base.libraries import CHECKPOINTS
 from shardproof.backend.base.observe import Observer
-from shardproof.backend.checkpoint.index import INDEX_FILE
 from shardproof.backend.checkpoint.resume import Saved, path_of, problem_of, resumption, saved_in
 from shardproof.backend.checkpoint.saver import Checkpoints
 from shardproof.backend.checkpoint.tensors import Piece, _SavePlanner
 from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.dcp.index import INDEX_FILE
 from shardproof.backend.launching.launch import Workers, preload
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads

@@ -15,8 +15,8 @@ from helpers.stores import BreakingWay, s3_server
 from shardproof import Trainer
 from shardproof.backend.base import urls
 from shardproof.backend.base.urls import UrlPath, place_of
-from shardproof.backend.checkpoint.index import INDEX_FILE
 from shardproof.backend.checkpoint.resume import path_of, resumption, saved_in
+from shardproof.backend.dcp.index import INDEX_FILE
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import PlanError

@@ -27,6 +27,8 @@ MAX_METADATA_BYTES = 1 << 28
 _MAX_TENSOR_PICKLE_BYTES = 1 << 16
 
 _PACKAGE = "torch.distributed.checkpoint.metadata"
+_METADATA = (f"{_PACKAGE}.Metadata", "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata")
+"""What the whole may be called: Megatron-LM has had a class of its own for it."""
 _FORMATS = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -45,10 +47,7 @@ def contents_without_index(path: Place, steps: int) -> Contents:
     """What a folder of DCP holds, without digests. Raises `DamagedError` for one that is not whole as far as that can
     be seen: pieces that are missing, that overlap, or that are not what the metadata say."""
     try:
-        metadata = _record(read_records(read_small(path / METADATA_FILE, MAX_METADATA_BYTES)), f"{_PACKAGE}.Metadata")
-        fields = as_dict(metadata.state)
-        places = dict(_place(key, value) for key, value in pairs_of(fields["storage_data"]))
-        saved = {name: _tensor_fields(name, value) for name, value in as_dict(fields["state_dict_metadata"]).items()}
+        saved, places = _described(path)
         if (count := sum(len(each["chunks"]) for each in saved.values())) != len(places):
             raise ValueError(f"tensors have {count} blocks, and files {len(places)}")
         tensors = {name: _tensor(path, name, each, places) for name, each in saved.items()}
@@ -60,6 +59,53 @@ def contents_without_index(path: Place, steps: int) -> Contents:
     if problems := list(faults_of(tensors, {name: length_of(path / name) for name in files})):
         raise DamagedError([f"{path / METADATA_FILE}: {problem}" for problem in problems])
     return Contents(steps, "", {}, tensors)
+
+
+class ForeignTensors:
+    """The tensors of a folder of DCP that another program has written, `shapes` by name; what else it has saved, such
+    as pickled objects, is left out. Blocks are looked for as they are asked for.
+
+    Raises `DamagedError` where the metadata cannot be read.
+    """
+
+    def __init__(self, path: Place):
+        self._path = path
+        try:
+            self._saved, self._places = _described(path)
+            self.shapes = {name: _size(fields["size"]) for name, fields in self._saved.items()}
+        except _NONSENSE as error:
+            raise DamagedError(f"{path / METADATA_FILE} cannot be read: {error}") from error
+
+    def tensor(self, name: str) -> SavedTensor:
+        """Where the blocks of a tensor lie. Raises `DamagedError` where they are not there, do not make up the tensor
+        exactly once, or are of a number format that is not read."""
+        try:
+            found = _tensor(self._path, name, self._saved[name], self._places)
+            lengths = {block.file: length_of(self._path / block.file) for block in found.blocks}
+        except _NONSENSE as error:
+            raise DamagedError(f"{self._path / METADATA_FILE}: {error}") from error
+        if problems := list(faults_of({name: found}, lengths)):
+            raise DamagedError([f"{self._path / METADATA_FILE}: {problem}" for problem in problems])
+        return found
+
+
+def _described(path: Place) -> tuple[dict[str, dict[str, Any]], dict[Spot, tuple[str, int, int]]]:
+    """The metadata's fields of every tensor, and where blocks lie. Raises one of `_NONSENSE`."""
+    metadata = read_records(read_small(path / METADATA_FILE, MAX_METADATA_BYTES))
+    if not isinstance(metadata, Record) or metadata.name not in _METADATA:
+        _record(metadata, _METADATA[0])
+    fields = as_dict(metadata.state)
+    tensors = {
+        name: value
+        for name, value in as_dict(fields["state_dict_metadata"]).items()
+        if _record(value).name != f"{_PACKAGE}.BytesStorageMetadata"
+    }
+    places = dict(
+        _place(key, value)
+        for key, value in pairs_of(fields["storage_data"])
+        if as_dict(_record(key, f"{_PACKAGE}.MetadataIndex").state)["fqn"] in tensors
+    )
+    return {name: _tensor_fields(name, value) for name, value in tensors.items()}, places
 
 
 def place_of_data(reader: Reader, first: int, num_bytes: int) -> tuple[int, int, Any]:
