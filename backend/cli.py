@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from ..core.base.errors import FileError, MissingExtraError, PlanError, RankFailure, ScheduleError
 from ..core.base.files import write_text
 from ..core.base.findings import has_errors
+from ..core.base.interrupts import SIGNAL_EXIT
 from ..core.base.terminal import say
 from ..core.base.units import format_bytes
 from ..core.commands.commands import Command, service
@@ -90,7 +92,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, or with --dry-run prints the ranks. Exit code 0; errors are raised and end with 2."""
+    """Trains, or with --dry-run prints the ranks. Exit code 0, or 128 and the number of the signal after which the run
+    saved and left; errors are raised and end with 2."""
     plan = read_any_plan(args)
     problems, tokens = unsupported(plan), no_bytes(plan)
     if problems or (tokens and not args.dry_run):
@@ -138,9 +141,11 @@ def run(args: argparse.Namespace) -> int:
         raise
     if os.environ.get("RANK", "0") == "0":
         _write(args, result)
-        if args.save_huggingface is not None:
+        if result.stopped_by is not None:
+            say(stopped_text(plan, result), sys.stderr)
+        elif args.save_huggingface is not None:
             say(f"written: {args.save_huggingface}", sys.stderr)
-    return 0
+    return 0 if result.stopped_by is None else SIGNAL_EXIT + signal.Signals[result.stopped_by]
 
 
 def _write_failure(failure: RankFailure, path: str) -> None:
@@ -188,6 +193,13 @@ def resumption_text(plan: AnyPlan, resumption: Resumption | None) -> str:
     return f"{damaged}resume: {resumption.saved.path}, after {resumption.saved.steps} steps{changes}"
 
 
+def stopped_text(plan: AnyPlan, result: TrainResult) -> str:
+    """Why a run has left before its last step, and how it goes on."""
+    saved = "nothing was trained yet" if result.checkpoint is None else f"saved in {result.checkpoint}"
+    left = f"after {result.first_step + result.steps} of {plan.train.steps} steps"
+    return f"shardproof train: ended by {result.stopped_by} {left}: {saved}; --resume goes on."
+
+
 def result_text(result: TrainResult) -> str:
     """What training came to, for people."""
     points = zip(result.validation_steps, result.validation_losses, strict=True)
@@ -228,8 +240,8 @@ def _check_writable(output: str | None) -> None:
 def _write(args: argparse.Namespace, result: TrainResult) -> None:
     """The result, and with `-o FILE.timeline.json` the measured timeline instead of the report."""
     if args.output is not None and args.output.endswith(TIMELINE_SUFFIX):
-        assert result.timeline is not None
-        result.timeline.save(args.output)
-        say(f"written: {args.output}", sys.stderr)
+        if result.timeline is not None:
+            result.timeline.save(args.output)
+            say(f"written: {args.output}", sys.stderr)
         args.output = None
     emit(args, result_text(result), result.report)

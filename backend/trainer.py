@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.base.errors import DivergedError, PlanError, RankFailure, ShardproofError
 from ..core.base.terminal import say
+from ..core.base.urls import is_url
 from ..core.layout.products import choices_text
 from ..core.plan.plan import AnyPlan, Plan, only_model
 from ..core.schedule.timeline import MemorySample, Span, Timeline
 from .base.libraries import libraries_of
 from .base.measured_peak import MeasuredPeak
+from .base.urls import place_of
 from .checkpoint.resume import resumption
 from .data.vocabulary import no_bytes
 from .huggingface.config import check_load, check_save
 from .launching.launch import preload, run_ranks
-from .launching.torchrun import failed, gave_up, torchrun_transport, under_torchrun
+from .launching.torchrun import failed, gave_up, set_up_within, torchrun_transport, under_torchrun
 from .memory_check import check_memory
 from .unsupported import unsupported
 from .watch.rank_messages import ON_GPUS, TransportName
+from .watch.stop import stopping_here
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -65,7 +68,7 @@ class RankResult:
 
     `timeline` holds the last step of all ranks, on global rank 0 only; `peaks` those of all ranks in that step, where
     it was asked for. `checkpoint` is the folder of the last checkpoint that the run saved or went on from, `first_step`
-    how many steps were done before it.
+    how many steps were done before it; the rest is that of `TrainResult`.
     """
 
     steps: tuple[StepResult, ...]
@@ -74,6 +77,9 @@ class RankResult:
     peaks: tuple[MeasuredPeak, ...] = ()
     checkpoint: str | None = None
     first_step: int = 0
+    resumed_from: str | None = None
+    stopped_by: str | None = None
+    events: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,9 @@ class TrainResult:
     together, without the first step where there are more. `timeline` is the measured last step; `peak_memory` that of
     every rank in it, where `Trainer` was asked for it. `aux_losses` are what routers add to the loss that is minimised,
     where the plan has such losses. `checkpoint` is the folder of the last checkpoint, if there is one. `skipped_steps`
-    are those whose gradients fp16 could not hold.
+    are those whose gradients fp16 could not hold. `stopped_by` names the signal after which the run saved and left,
+    before its last step; it has no timeline then. `resumed_from` is the checkpoint that it went on from. `events` tell
+    in order of what was `resumed`, `saved` and `stopped`, each after its `step`.
     """
 
     steps: int
@@ -101,6 +109,9 @@ class TrainResult:
     checkpoint: str | None = None
     first_step: int = 0
     skipped_steps: tuple[int, ...] = ()
+    resumed_from: str | None = None
+    stopped_by: str | None = None
+    events: tuple[dict[str, Any], ...] = ()
 
     @property
     def report(self) -> dict[str, object]:
@@ -112,6 +123,9 @@ class TrainResult:
             "tokens_per_s": self.tokens_per_s,
             "world_size": self.world_size,
             "checkpoint": self.checkpoint,
+            "resumed_from": self.resumed_from,
+            "stopped_by": self.stopped_by,
+            "events": list(self.events),
             "validation_steps": list(self.validation_steps),
             "grad_norms": [norm if math.isfinite(norm) else None for norm in self.grad_norms],  # JSON has no infinity
             **({"skipped_steps": list(self.skipped_steps)} if self.skipped_steps else {}),
@@ -187,6 +201,8 @@ class Trainer:
                 world_size=self.plan.world_size,
                 transport=self.transport,
                 stall_s=self.plan.train.timeout_s,
+                setup_s=self.plan.train.setup_timeout_s,
+                stop_budget_s=self._stop_budget_s,
             )
         except RankFailure as failure:
             # the user's problem, found by a rank: no fault of that rank
@@ -204,9 +220,14 @@ class Trainer:
             )
         from .transport.base import TransportError
 
-        with torchrun_transport(
-            backend=self.transport, timeout_s=self.plan.train.timeout_s, groups=self.groups
-        ) as transport:
+        budget_s = self._stop_budget_s
+        with (
+            torchrun_transport(
+                backend=self.transport, timeout_s=self.plan.train.timeout_s, groups=self.groups
+            ) as transport,
+            nullcontext() if budget_s is None else stopping_here(transport.stop, budget_s),
+            set_up_within(transport, self.plan.train.setup_timeout_s),
+        ):
             if transport.world_size != (expected := self.plan.world_size):
                 raise PlanError(
                     f"torchrun started {transport.world_size} ranks, but the layout tp*pp*dp has {expected}. "
@@ -220,6 +241,11 @@ class Trainer:
                 raise
             except Exception as error:
                 raise failed(transport, error) from error
+
+    @property
+    def _stop_budget_s(self) -> float | None:
+        """How long the run may take to leave after a signal; None where it has nowhere to save, and just ends."""
+        return None if self.plan.checkpoint.folder is None else self.plan.checkpoint.stop_budget_s
 
     def _result(self, rank: RankResult) -> TrainResult:
         timed = rank.steps[1:] or rank.steps
@@ -238,6 +264,9 @@ class Trainer:
             checkpoint=rank.checkpoint,
             skipped_steps=tuple(step.step for step in rank.steps if step.skipped),
             first_step=rank.first_step,
+            resumed_from=rank.resumed_from,
+            stopped_by=rank.stopped_by,
+            events=rank.events,
         )
 
 
@@ -325,7 +354,7 @@ def with_products(transport: Transport, plan: AnyPlan) -> AnyPlan:
 
 def _own_folder(transport: Transport, plan: AnyPlan) -> AbstractContextManager[None]:
     """Holds the plan's folder of checkpoints, if it has one, for this run alone."""
-    if plan.checkpoint.folder is None:
+    if plan.checkpoint.folder is None or is_url(plan.checkpoint.folder):  # a store of objects has no locks
         return nullcontext()
     from .checkpoint.lock import locked
 
@@ -346,8 +375,8 @@ def run_steps(
     resume: str | None = None,
 ) -> RankResult:
     """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together. With
-    `resume` those that the checkpoint has behind it are among them. The weights then go to the folder
-    `save_huggingface`, if it is given."""
+    `resume` those that the checkpoint has behind it are among them; a run that saves is left when `transport.stop` says
+    so. The weights then go to the folder `save_huggingface`, if it is given and all steps were done."""
     from .huggingface.save import check_complete, save_weights
     from .pipeline.measure import gather_recorded
     from .ranks.rank_of_plan import training_rank
@@ -369,10 +398,10 @@ def run_steps(
         from .checkpoint.saver import Checkpoints
 
         checkpoints = Checkpoints(plan, rank.batches.corpus, world, transport.device, transport.watch)
-    first = 0
-    if resume is not None:
-        assert checkpoints is not None, "a checkpoint comes from the plan's folder"
-        first = checkpoints.restore(Path(resume), rank)
+    first, stopped_by = 0, None
+    if checkpoints is not None:
+        first = 0 if resume is None else checkpoints.restore(place_of(resume), rank)
+        stopped_by = checkpoints.before_steps(first, transport.stop)
     rank.show_state(first - 1)
     if save_huggingface is not None:
         check_complete(only_model(plan, "save_huggingface"), rank.saved_shards, world, transport.device)
@@ -380,7 +409,7 @@ def run_steps(
     validation_losses = {first: rank.evaluate()} if first in validate_at else {}
     results: list[StepResult] = []
     recorded: tuple[list[Span], list[MemorySample], list[MeasuredPeak]] = ([], [], [])
-    for step in range(first, steps):
+    for step in range(first, steps if stopped_by is None else first):
         if step == steps - 1:
             result, recorded = _step_ending_at_ctrl_c(rank, step, transport, world, live_memory=live_memory)
         else:
@@ -391,19 +420,31 @@ def run_steps(
         results.append(result)
         if on_step is not None and transport.global_rank == 0:
             on_step(result)
-        if checkpoints is not None and checkpoints.is_due(step + 1, last=step + 1 == steps):
-            checkpoints.save(step + 1, rank)
+        if checkpoints is not None:
+            stopped_by = checkpoints.after_step(step + 1, rank, transport.stop, last=step + 1 == steps)
+        if stopped_by is not None:
+            break
     rank.settle()
-    if save_huggingface is not None:
+    if save_huggingface is not None and stopped_by is None:
         with rank.whole_masters():
             save_weights(
                 only_model(plan, "save_huggingface"), save_huggingface, rank.saved_shards, world, transport.device
             )
     everyone = gather_recorded(world, recorded, transport.device)
-    timeline = _timeline(plan, everyone, steps - 1) if transport.global_rank == 0 else None
+    has_timeline = transport.global_rank == 0 and stopped_by is None
+    timeline = _timeline(plan, everyone, steps - 1) if has_timeline else None
     newest = None if checkpoints is None or checkpoints.newest is None else str(checkpoints.newest)
+    events = () if checkpoints is None else tuple(checkpoints.events)
     return RankResult(
-        tuple(results), validation_losses, timeline, tuple(peak for rank in everyone for peak in rank[2]), newest, first
+        tuple(results),
+        validation_losses,
+        timeline,
+        tuple(peak for rank in everyone for peak in rank[2]),
+        newest,
+        first,
+        next((event["path"] for event in events if event["event"] == "resumed"), None),
+        stopped_by,
+        events,
     )
 
 

@@ -21,6 +21,9 @@ from ...core.model.huggingface_config import TRAINING_FIELDS
 from ...core.plan.batch_sizes import samples_before
 from ...core.plan.plan import AnyPlan, recorded_numerics
 from ...core.plan.sections import NO_PRODUCTS
+from ..base.urls import Place, check_writable, place_of
+from ..dcp.files import exists
+from ..dcp.index import INDEX_FILE
 from .whole import quick_damages, read_state
 
 
@@ -28,7 +31,7 @@ from .whole import quick_damages, read_state
 class Saved:
     """A checkpoint: its folder, and how many steps had been done."""
 
-    path: Path
+    path: Place
     steps: int
 
     @property
@@ -51,17 +54,22 @@ class Resumption:
     damaged: tuple[str, ...] = ()
 
 
-def path_of(folder: Path, steps: int) -> Path:
+def path_of(folder: Place, steps: int) -> Place:
     """Where the checkpoint after so many steps lies."""
     return folder / f"step-{steps:08d}"
 
 
-def saved_in(folder: Path) -> list[Saved]:
-    """The whole checkpoints of a folder, oldest first; none where there is no such folder."""
-    found = (
-        (path, re.fullmatch(r"step-(\d{1,18})", path.name)) for path in (folder.iterdir() if folder.is_dir() else ())
-    )
-    return sorted((Saved(path, int(match[1])) for path, match in found if match), key=lambda saved: saved.steps)
+def saved_in(folder: Place) -> list[Saved]:
+    """The whole checkpoints of a folder, oldest first; none where there is no such folder. At a URL one is whole that
+    has its index, the last object to be written."""
+    is_there = folder.is_dir() if isinstance(folder, Path) else True
+    found = ((path, re.fullmatch(r"step-(\d{1,18})", path.name)) for path in (folder.iterdir() if is_there else ()))
+    saved = [
+        Saved(path, int(match[1]))
+        for path, match in found
+        if match and (isinstance(path, Path) or exists(path / INDEX_FILE))
+    ]
+    return sorted(saved, key=lambda saved: saved.steps)
 
 
 def resumption(plan: AnyPlan, *, resume: bool) -> Resumption | None:
@@ -76,8 +84,9 @@ def resumption(plan: AnyPlan, *, resume: bool) -> Resumption | None:
                 "resuming needs the folder of the checkpoints, and the plan has none. Set checkpoint.folder."
             )
         return None
-    folder = Path(plan.checkpoint.folder)
-    if folder.exists() and not folder.is_dir():
+    folder = place_of(plan.checkpoint.folder)
+    check_writable(folder, "checkpoint.folder")
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise PlanError(f"checkpoint.folder={str(folder)!r} is a file. Give a folder, which may be new.")
     if not (found := saved_in(folder)):
         return None
@@ -161,7 +170,7 @@ class NoneWholeError(PlanError):
         super().__init__([*damaged, f"{none} Restore one, or start in another folder."])
 
 
-def damage_text(path: Path, problems: Sequence[str]) -> str:
+def damage_text(path: Place, problems: Sequence[str]) -> str:
     """One sentence or more about a checkpoint that is not used."""
     return f"{path} is damaged: {' '.join(problems)}"
 
@@ -187,7 +196,7 @@ def problem_of(plan: AnyPlan) -> dict[str, dict[str, Any]]:
         "train": {
             name: value
             for name, value in asdict(plan.train).items()
-            if name not in ("steps", "data", "load", "timeout_s")
+            if name not in ("steps", "data", "load", "timeout_s", "setup_timeout_s")
         },
     }
     return dict(json.loads(json.dumps(sections)))

@@ -1,19 +1,18 @@
 """`Checkpoints`: a run's checkpoints as one rank sees them. All ranks make the same calls together, and
 all see the same folder.
 
-A checkpoint is written into a folder with another name (`step-00000020.partial`) and renamed when all of it is on the
-disk. So whatever ends a run, and whenever, the folders named `step-...` are whole.
+Where they lie, and how it is that only whole ones do, is the matter of a `shelf`. One is written while training goes on
+(`background`), unless the plan says otherwise: one that waits takes the same way and is waited for.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import shutil
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +22,14 @@ from ...core.base.files import write_text
 from ...core.plan.batch_sizes import samples_before
 from ...core.plan.plan import AnyPlan, recorded_numerics
 from ..base.environment import environment
+from ..base.urls import Place
 from ..data.corpus import Corpus
+from ..dcp.index import DamagedError
 from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
+from ..watch.stop import StopRequest
 from ..watch.watch import RankWatch
-from .index import INDEX_FILE, DamagedError
+from .background import Flight, Snapshots, Task
 from .resume import (
     NoneWholeError,
     Saved,
@@ -35,31 +37,30 @@ from .resume import (
     damage_text,
     numerics_of,
     other_products,
-    path_of,
     problem_of,
     saved_in,
 )
+from .shelf import shelf_of
 from .state import pieces_of, take_up
-from .tensors import Piece, read_tensors, write_tensors
+from .tensors import Piece, Share, check_written, finish_folder, read_tensors, share_of, write_share
 from .whole import STATE_FILE, STATE_FORMAT, has_index, quick_damages, steps_of
 
 if TYPE_CHECKING:
     from ..ranks.training_rank import TrainingRank
 
-PARTIAL, REMOVED = ".partial", ".removed"
-"""Ends of the names of checkpoints that are not whole: not yet, or no longer."""
-DAMAGED = ".damaged"
-"""The end of the name of a checkpoint that was damaged, once a run has saved another after as many steps."""
+UNDER_WAY, DONE, LATE = 0, 1, 2
+"""How a rank's part of a checkpoint is getting on."""
 
 
 class Checkpoints:
     """Saves to and restores from the plan's `checkpoint.folder`, which is made where it is not there.
 
     `corpus` is the training text, which rank 0 of `world` must have. `newest` is the folder of the last checkpoint that
-    this run saved or went on from. On the board of `watch` it is seen that ranks save, however long that takes.
+    this run saved or went on from, `events` what came of checkpoints and of requests to stop, for JSON. On the board of
+    `watch` it is seen that ranks save, however long that takes.
     """
 
-    newest: Path | None = None
+    newest: Place | None = None
 
     def __init__(
         self,
@@ -75,14 +76,18 @@ class Checkpoints:
         self._world = world
         self._device = device
         self._watch = watch
-        self._folder = Path(plan.checkpoint.folder)
+        self.events: list[dict[str, Any]] = []
+        self._flight: Flight | None = None
+        self._share: Share | None = None
+        self._snapshots = Snapshots()
+        self._shelf = shelf_of(plan.checkpoint.folder, plan.checkpoint.keep)
         self._text = (
             None if corpus is None or world.rank > 0 else {"bytes": len(corpus.train), "sha256": corpus.fingerprint}
         )
         if world.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._shelf.prepare()
 
-    def restore(self, path: Path, rank: TrainingRank) -> int:
+    def restore(self, path: Place, rank: TrainingRank) -> int:
         """Makes a rank go on from a checkpoint, or where it is damaged from the newest whole one before it, which
         standard error reports it. Gives the number of steps that were done. Raises `PlanError` on every rank where that
         is one of another model or of another text, and where none is whole."""
@@ -102,6 +107,7 @@ class Checkpoints:
                 for notice in [*(f"{text} Going on from {saved.path}." for text in damaged[-1:]), *notices]:
                     print(f"resume: {notice}", file=sys.stderr, flush=True)
             self.newest = saved.path
+            self.events.append({"step": saved.steps, "event": "resumed", "path": str(saved.path)})
             return saved.steps
         raise NoneWholeError(self._plan, damaged)
 
@@ -133,7 +139,7 @@ class Checkpoints:
             return "refused", list(error.problems)
         return "notices", unknown + other_products(self._plan, saved) + self._other_machine(saved)
 
-    def _other_text(self, path: Path, theirs: Mapping[str, Any]) -> str:
+    def _other_text(self, path: Place, theirs: Mapping[str, Any]) -> str:
         (their_bytes, their_hash), (our_bytes, our_hash) = (
             (text.get("bytes"), str(text.get("sha256"))[:12]) for text in (theirs, self._text or {})
         )
@@ -153,44 +159,128 @@ class Checkpoints:
         ]
         return [f"{saved.path} was saved on another machine ({'; '.join(other)}): bits may differ."] if other else []
 
-    def is_due(self, steps: int, *, last: bool) -> bool:
-        """Whether there is to be a checkpoint after so many steps."""
+    def after_step(self, steps: int, rank: TrainingRank, stop: StopRequest, *, last: bool) -> str | None:
+        """What is to be done after so many steps: saves where that is due, takes a checkpoint further that is on its
+        way, and saves what there is when a rank was asked to stop. All is on the disk after the last step, and when the
+        run is to be left: the signal's name says that. Raises on every rank what went wrong with a checkpoint."""
+        number, all_done = self._agreed(stop)
+        stops = number and not last
+        if all_done:
+            self._take_further()
+        if last or stops or self._is_due(steps):
+            self.begin(steps, pieces_of(rank), snapshot=self._plan.checkpoint.asynchronous and not (last or stops))
+        if not self._plan.checkpoint.asynchronous or last or stops:
+            self.finish()
+        return self._stopped(steps, number) if stops else None
+
+    def before_steps(self, steps: int, stop: StopRequest) -> str | None:
+        """The name of the signal that came to a rank before training went on after so many steps."""
+        number, _ = self._agreed(stop)
+        return self._stopped(steps, number) if number else None
+
+    def _agreed(self, stop: StopRequest) -> tuple[int, bool]:
+        """The signal that the first rank to have one was sent, 0 for none, and whether every rank has done its part of
+        what is on its way."""
+        own = torch.tensor([stop.number, self._state_of_flight()], dtype=torch.int64, device=self._device)
+        said = [each.tolist() for each in self._world.all_gather(own)]
+        states = [state for _, state in said]
+        self._check_in_time(states)
+        return next((number for number, _ in said if number), 0), all(state == DONE for state in states)
+
+    def _state_of_flight(self) -> int:
+        """How this rank's part of what is on its way is getting on."""
+        if self._flight is None:
+            return UNDER_WAY
+        if self._flight.task.is_done:
+            return DONE
+        return LATE if self._flight.task.elapsed_s > self._plan.checkpoint.timeout_s else UNDER_WAY
+
+    def _check_in_time(self, states: Sequence[int]) -> None:
+        """Raises `PlanError` where a rank's part takes longer than it may."""
+        if self._flight is not None and LATE in states:
+            late = ", ".join(str(rank) for rank, state in enumerate(states) if state == LATE)
+            raise PlanError(
+                f"{self._flight.partial}: rank {late} has not written its part within checkpoint.timeout_s="
+                f"{self._plan.checkpoint.timeout_s:g}. Look at its disk or network, or give it more time."
+            )
+
+    def _stopped(self, steps: int, number: int) -> str:
+        name = signal.Signals(number).name
+        self.events.append({"step": steps, "event": "stopped", "signal": name})
+        return name
+
+    def _is_due(self, steps: int) -> bool:
         every = self._plan.checkpoint.every
-        return last or (every is not None and steps % every == 0)
+        return every is not None and steps % every == 0
 
     def save(self, steps: int, rank: TrainingRank) -> None:
-        """Saves what the ranks have after so many steps, then removes what is more than `checkpoint.keep`."""
+        """Saves what the ranks have after so many steps, then removes what is more than `checkpoint.keep`. It is on the
+        disk when this returns."""
         self.save_pieces(steps, pieces_of(rank))
 
     def save_pieces(self, steps: int, pieces: Sequence[Piece]) -> None:
         """`save`, of any tensors."""
-        path = path_of(self._folder, steps)
-        partial = path.with_name(path.name + PARTIAL)
-        self._first_rank(lambda: self._begin(partial, steps))
-        write_tensors(partial, pieces, self._world, self._device, self._watch)
-        self._first_rank(lambda: self._finish(partial, path))
-        self.newest = path
+        self.begin(steps, pieces, snapshot=False)
+        self.finish()
 
-    def _first_rank(self, work: Callable[[], None]) -> None:
-        """Rank 0 works, and all go on when it is done."""
-        leads = self._world.rank == 0
-        run_on_all(self._world, self._device, work if leads else lambda: None, watch=self._watch, name="save")
+    def begin(self, steps: int, pieces: Sequence[Piece], *, snapshot: bool) -> None:
+        """Begins to save, after the checkpoint before it is on the disk. Pieces may change from now on where there is a
+        `snapshot` of them, else when `finish` has returned. Raises as `finish` does, and `ValueError` when the pieces
+        of a tensor overlap or leave parts out."""
+        self.finish()
+        folder = self._shelf.desk(steps)
+        share = self._share = share_of(pieces, self._world, self._device, self._share)
+        if snapshot:
+            share = replace(share, pieces=self._snapshots.of(share.pieces))
 
-    def _begin(self, partial: Path, steps: int) -> None:
-        self._clear()
-        partial.mkdir()
-        write_text(partial / STATE_FILE, json.dumps(self._state(steps), indent=1) + "\n")
+        def write() -> dict[str, Any]:
+            folder.mkdir(exist_ok=True)
+            if self._world.rank == 0:
+                write_text(folder / STATE_FILE, json.dumps(self._state(steps), indent=1) + "\n")
+            written = write_share(folder, share)
+            self._shelf.hand_over(steps, written["files"])
+            return written
 
-    def _finish(self, partial: Path, path: Path) -> None:
-        """Gives a checkpoint its name when it is on the disk; one of that name, which was damaged, gets another."""
-        for file in (STATE_FILE, INDEX_FILE):
-            _sync(partial / file)
-        _sync(partial)
-        if path.exists():
-            path.rename(_free_name(path.with_name(path.name + DAMAGED)))
-        partial.rename(path)
-        _sync(self._folder)
-        self._remove_old(path)
+        task = Task(self._lane, write)
+        self._flight = Flight(steps, folder, self._shelf.place(steps), share, task)
+
+    def finish(self) -> None:
+        """Returns when what is on its way is on the disk. Raises on every rank `OSError` with the file that could not
+        be written, or what else went wrong on any of them."""
+        while self._flight is not None:
+            flight = self._flight
+            limit_s = self._plan.checkpoint.timeout_s - flight.task.elapsed_s
+            run_on_all(self._world, self._device, partial(flight.task.wait, limit_s), watch=self._watch, name="save")
+            own = torch.tensor([self._state_of_flight()], dtype=torch.int64, device=self._device)
+            states = [int(state) for state in self._world.all_gather(own)]
+            self._check_in_time(states)
+            if all(state == DONE for state in states):
+                self._take_further()
+
+    def _take_further(self) -> None:
+        """The next part of what is on its way, when every rank has done the one before."""
+        flight, self._flight = self._flight, None
+        assert flight is not None, "something is done"
+        answers = gather_values(self._world, flight.task.answer, self._device)
+        if errors := [f"rank {rank}: {each['error']}" for rank, each in enumerate(answers) if "error" in each]:
+            raise OSError(f"the checkpoint after {flight.steps} steps was not saved: {'; '.join(errors)}")
+        if flight.is_last:
+            self.newest = flight.path
+            self.events.append({"step": flight.steps, "event": "saved", "path": str(flight.path)})
+            return
+        written, leads = [each["value"] for each in answers], self._world.rank == 0
+        check_written(flight.partial, flight.share, written)
+
+        def finish() -> None:
+            finish_folder(flight.partial, flight.share, written)
+            self._shelf.publish(flight.steps)
+
+        task = Task(self._lane, finish if leads else lambda: None)
+        self._flight = replace(flight, task=task, is_last=True)
+
+    @property
+    def _lane(self) -> str:
+        return f"rank {self._world.ranks[self._world.rank]} lane save"
 
     def _state(self, steps: int) -> dict[str, Any]:
         return {
@@ -201,36 +291,3 @@ class Checkpoints:
             "problem": problem_of(self._plan),
             "numerics": recorded_numerics(self._plan, environment(self._device)).to_json(),
         }
-
-    def _clear(self) -> None:
-        """Removes what runs that were ended while they saved or removed have left behind."""
-        for left in self._folder.glob("step-*"):
-            if left.suffix in (PARTIAL, REMOVED):
-                shutil.rmtree(left)
-
-    def _remove_old(self, newest: Path) -> None:
-        """Removes what is more than `checkpoint.keep`. Newer checkpoints than the `newest` of this run
-        were damaged, and stay."""
-        keep, known = (
-            self._plan.checkpoint.keep,
-            [saved for saved in saved_in(self._folder) if saved.path.name <= newest.name],
-        )
-        for old in known[: -keep if keep else 0]:
-            removed = old.path.with_name(old.path.name + REMOVED)
-            old.path.rename(removed)  # first another name: half of it would be no checkpoint
-            shutil.rmtree(removed)
-
-
-def _free_name(path: Path) -> Path:
-    """The path, or with a number behind it the first that is free."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
-    return next(name for name in names if not name.exists())
-
-
-def _sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

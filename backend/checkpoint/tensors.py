@@ -28,12 +28,23 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ...core.base.errors import PlanError, named
 from ...core.base.files import write_bytes
+from ..base.urls import Place
+from ..dcp.files import digest_of, digest_of_file, opened
+from ..dcp.index import (
+    INDEX_FILE,
+    ITEM_BYTES,
+    Block,
+    Contents,
+    DamagedError,
+    SavedFile,
+    SavedTensor,
+    block_fields,
+    block_of,
+)
+from ..dcp.older import METADATA_FILE, place_of_data
 from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
 from ..watch.watch import RankWatch
-from .files import digest_of, digest_of_file, opened, read_bytes
-from .index import INDEX_FILE, ITEM_BYTES, Block, Contents, DamagedError, SavedFile, SavedTensor, block_fields, block_of
-from .older import METADATA_FILE, place_of_data
 from .whole import STATE_FILE, contents_of, damages
 
 Key = tuple[str, tuple[int, ...]]
@@ -85,22 +96,45 @@ def write_tensors(
     It is on the disk when this returns. Raises `ValueError` when the pieces of a tensor overlap or leave parts out,
     `OSError` when a rank has not written all that it was to write.
     """
-    own = {piece.key: piece for piece in pieces if piece.written}
-    wanted = gather_values(world, [piece.described for piece in own.values()], device)
-    dealt = dealt_out(wanted)
-    _check_whole(wanted, dealt)
-    mine = [own[key] for key in dealt[world.rank]]
-    written = run_on_all(world, device, lambda: _write(path, mine, world.rank), watch=watch, name="save")
+    share = share_of(pieces, world, device)
+    written = run_on_all(world, device, lambda: write_share(path, share), watch=watch, name="save")
     everyone = gather_values(world, written, device)
-    for rank, (keys, done) in enumerate(zip(dealt, everyone, strict=True)):
-        if len(done["blocks"]) < len(keys):
-            count = len(done["blocks"])
-            raise OSError(
-                f"{path}: rank {rank} has written {count} of its {len(keys)} pieces. Look at its disk, and save again."
-            )
+    check_written(path, share, everyone)
     run_on_all(
-        world, device, lambda: _finish(path, wanted, everyone) if world.rank == 0 else None, watch=watch, name="save"
+        world,
+        device,
+        lambda: finish_folder(path, share, everyone) if world.rank == 0 else None,
+        watch=watch,
+        name="save",
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What `rank` is to write of a checkpoint: `pieces`. `wanted` describes what every rank has, `dealt` says which
+    blocks each writes."""
+
+    rank: int
+    pieces: tuple[Piece, ...]
+    wanted: Sequence[Sequence[Sequence[Any]]]
+    dealt: Sequence[Sequence[Key]]
+
+
+def share_of(pieces: Sequence[Piece], world: Group, device: torch.device, before: Share | None = None) -> Share:
+    """The share of this rank, as the ranks of `world` agree on it together; that of the save `before`, with today's
+    values, where no rank has other pieces than then. Raises `ValueError` when the pieces of a tensor overlap or leave
+    parts out."""
+    own = {piece.key: piece for piece in pieces if piece.written}
+    described = [piece.described for piece in own.values()]
+    known = torch.tensor([before is not None and before.wanted[world.rank] == described], dtype=torch.int64)
+    if all(int(each) for each in world.all_gather(known.to(device))):
+        assert before is not None, "every rank has said so"
+        wanted, dealt = before.wanted, before.dealt
+    else:
+        wanted = gather_values(world, described, device)
+        dealt = dealt_out(wanted)
+        _check_whole(wanted, dealt)
+    return Share(world.rank, tuple(own[key] for key in dealt[world.rank]), wanted, dealt)
 
 
 def dealt_out(wanted: Sequence[Sequence[Sequence[Any]]]) -> list[list[Key]]:
@@ -158,9 +192,23 @@ class _SavePlanner(DefaultSavePlanner):
         return values
 
 
+def write_share(path: Path, share: Share) -> dict[str, Any]:
+    """Writes a rank's files into a folder `path`, in any thread: the blocks in them, each with the zip that DCP looks
+    for, and the files' lengths and digests, for JSON. They are on the disk when this returns. Raises `OSError` that
+    names the file."""
+    try:
+        return _write(path, share.pieces, share.rank)
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):  # torch's zip makes words of its own of a full disk
+            cause = cause.__context__
+        if cause is None:
+            raise
+        name = cause.filename or str(path / f"__{share.rank}_0.distcp")
+        raise OSError(cause.errno, cause.strerror or str(cause), name) from error
+
+
 def _write(path: Path, pieces: Sequence[Piece], rank: int) -> dict[str, Any]:
-    """Writes a rank's files: the blocks in them, each with the zip that DCP looks for, and the files' lengths
-    and digests, for JSON."""
     path.mkdir(parents=True, exist_ok=True)
     writer, planner = FileSystemWriter(path), _SavePlanner(pieces)
     writer.set_up_storage_writer(rank == 0)
@@ -179,16 +227,27 @@ def _write(path: Path, pieces: Sequence[Piece], rank: int) -> dict[str, Any]:
     blocks = []
     for result in results:
         info, key = result.storage_data, (result.index.fqn, tuple(result.index.offset or ()))
-        with opened(path / info.relative_path) as descriptor:
-            first, num_bytes, _ = place_of_data(descriptor, info.offset, info.length)
+        with opened(path / info.relative_path) as reader:
+            first, num_bytes, _ = place_of_data(reader, info.offset, info.length)
         block = Block(key[1], sizes[key], info.relative_path, first, num_bytes, planner.digests[key])
         blocks.append([key[0], block_fields(block), [info.offset, info.length]])
     names = sorted(file.name for file in path.glob(f"__{rank}_*.distcp"))
     return {"blocks": blocks, "files": {name: digest_of_file(path / name) for name in names}}
 
 
-def _finish(path: Path, wanted: Sequence[Sequence[Sequence[Any]]], everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Puts DCP's metadata and our index down."""
+def check_written(path: Path, share: Share, everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `OSError` when a rank has not written all that it was to write, given what `write_share` gave on every
+    rank."""
+    for rank, (keys, done) in enumerate(zip(share.dealt, everyone, strict=True)):
+        if len(done["blocks"]) < len(keys):
+            count = len(done["blocks"])
+            raise OSError(
+                f"{path}: rank {rank} has written {count} of its {len(keys)} pieces. Look at its disk, and save again."
+            )
+
+
+def finish_folder(path: Path, share: Share, everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Puts DCP's metadata and our index down, given what `write_share` gave on every rank."""
     blocks: defaultdict[str, list[Block]] = defaultdict(list)
     results = []
     for done in everyone:
@@ -197,7 +256,7 @@ def _finish(path: Path, wanted: Sequence[Sequence[Sequence[Any]]], everyone: Seq
             blocks[name].append(block)
             info = _StorageInfo(block.file, first, length)
             results.append(WriteResult(MetadataIndex(name, block.offsets), length, info))
-    known = {name: (tuple(shape), dtype) for described in wanted for name, shape, dtype, _, _ in described}
+    known = {name: (tuple(shape), dtype) for described in share.wanted for name, shape, dtype, _, _ in described}
     tensors = {
         name: SavedTensor(*known[name], tuple(sorted(own, key=lambda block: block.offsets)))
         for name, own in blocks.items()
@@ -225,7 +284,7 @@ def _finish(path: Path, wanted: Sequence[Sequence[Sequence[Any]]], everyone: Seq
 
 
 def read_tensors(
-    path: Path, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None
+    path: Place, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None
 ) -> None:
     """Fills the pieces of every rank of `world`, which call this together, from the folder `path`,
     whatever layout saved it.
@@ -242,7 +301,7 @@ def read_tensors(
     _raise_all(gather_values(world, found, device))
 
 
-def _agreed(path: Path, world: Group, device: torch.device, watch: RankWatch | None) -> Contents:
+def _agreed(path: Place, world: Group, device: torch.device, watch: RankWatch | None) -> Contents:
     """The contents as rank 0 finds them: all go by the same. Raises `DamagedError` on every rank."""
 
     def read() -> list[Any]:
@@ -279,7 +338,7 @@ def _raise_all(found: Sequence[Sequence[str]]) -> None:
 
 
 @torch.no_grad()
-def _fill(path: Path, contents: Contents, pieces: Sequence[Piece]) -> Iterator[str]:
+def _fill(path: Place, contents: Contents, pieces: Sequence[Piece]) -> Iterator[str]:
     """Fills pieces, file by file, with what was compared with its digest a moment before; what is another
     is reported and not used."""
     wanted: defaultdict[str, list[tuple[Block, list[Piece]]]] = defaultdict(list)
@@ -292,10 +351,10 @@ def _fill(path: Path, contents: Contents, pieces: Sequence[Piece]) -> Iterator[s
                 wanted[block.file].append((block, users))
     for file, blocks in wanted.items():
         try:
-            with opened(path / file) as descriptor:
+            with opened(path / file) as reader:
                 for block, users in blocks:
                     name = users[0].name
-                    content = read_bytes(descriptor, block.first, block.num_bytes)
+                    content = reader.read(block.first, block.num_bytes)
                     if block.digest is not None and digest_of(content) != block.digest:
                         yield f"{path / file}: tensor {name} has changed while it was read. Start again with --resume."
                         continue
@@ -322,7 +381,7 @@ def _shared(piece: Piece, block: Block) -> tuple[tuple[slice, ...], tuple[slice,
     return tuple(theirs), tuple(ours)
 
 
-def _check(path: Path, contents: Contents, pieces: Sequence[Piece], world: Group, device: torch.device) -> None:
+def _check(path: Place, contents: Contents, pieces: Sequence[Piece], world: Group, device: torch.device) -> None:
     """Raises `PlanError` on all ranks where the tensors of a checkpoint are not those of the ranks, by
     name, shape or format."""
     own = {piece.name: f"{list(piece.shape)} {_dtype_name(piece.tensor.dtype)}" for piece in pieces}

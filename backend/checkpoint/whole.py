@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
-import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ...core.base.errors import named
-from .files import digest_of, digest_of_file, opened, read_bytes, read_small
-from .index import INDEX_FILE, MAX_INDEX_BYTES, Contents, DamagedError
-from .older import METADATA_FILE, contents_without_index
+from ..base.urls import Place
+from ..dcp.files import Reader, digest_of, digest_of_file, exists, length_of, opened, read_small
+from ..dcp.index import INDEX_FILE, MAX_INDEX_BYTES, Contents, DamagedError
+from ..dcp.older import METADATA_FILE, contents_without_index
 
 STATE_FILE = "state.json"
 """What is known of a checkpoint without reading tensors: `steps` done, `samples` read, the `text` they come
@@ -27,21 +25,21 @@ STATE_FORMAT = 2
 MAX_STATE_BYTES = 1 << 24
 
 
-def steps_of(path: Path) -> int:
+def steps_of(path: Place) -> int:
     """After how many steps a checkpoint was saved, by its folder's name; 0 for a folder of tensors that has another."""
     match = re.fullmatch(r"step-(\d{1,18})", path.name)
     return int(match[1]) if match else 0
 
 
-def has_index(path: Path) -> bool:
+def has_index(path: Place) -> bool:
     """Whether a checkpoint has an index, or should: those of earlier versions have not. Raises `DamagedError`
     where that cannot be read."""
-    if os.path.lexists(path / INDEX_FILE):
+    if exists(path / INDEX_FILE):
         return True
-    return os.path.lexists(path / STATE_FILE) and read_state(path).get("format") is not None
+    return exists(path / STATE_FILE) and read_state(path).get("format") is not None
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Place) -> dict[str, Any]:
     """What `STATE_FILE` says. Raises `DamagedError` when it cannot be read, or when the folder has
     another checkpoint's name."""
     file, steps = path / STATE_FILE, steps_of(path)
@@ -66,7 +64,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def contents_of(path: Path) -> Contents:
+def contents_of(path: Place) -> Contents:
     """What a checkpoint holds, by its index, or without digests where it is of an earlier version. Raises
     `DamagedError` where the index is damaged, or that of another checkpoint."""
     file, steps = path / INDEX_FILE, steps_of(path)
@@ -85,7 +83,7 @@ def contents_of(path: Path) -> Contents:
     return contents
 
 
-def quick_damages(path: Path) -> list[str]:
+def quick_damages(path: Place) -> list[str]:
     """What is wrong with a checkpoint as far as can be seen without reading its tensors: its small files
     and the lengths of all."""
     try:
@@ -98,8 +96,7 @@ def quick_damages(path: Path) -> list[str]:
     found: list[str] = []
     for name, file in contents.files.items():
         try:
-            status = (path / name).lstat()
-            is_whole = stat.S_ISREG(status.st_mode) and status.st_size == file.num_bytes
+            is_whole = length_of(path / name) == file.num_bytes
         except OSError:
             is_whole = False
         if not is_whole or name in (STATE_FILE, METADATA_FILE):
@@ -107,7 +104,7 @@ def quick_damages(path: Path) -> list[str]:
     return found
 
 
-def damages(path: Path, contents: Contents, share: int, num_shares: int) -> list[str]:
+def damages(path: Place, contents: Contents, share: int, num_shares: int) -> list[str]:
     """What is wrong with the files of a checkpoint, of which one in `num_shares` is looked at, from the `share`-th
     on: each is read once. Files that differ are reported with the tensors that have changed in them. Nothing for a
     checkpoint without digests."""
@@ -115,7 +112,7 @@ def damages(path: Path, contents: Contents, share: int, num_shares: int) -> list
     return [problem for name in names[share::num_shares] for problem in _damages_of(path, contents, name)]
 
 
-def _damages_of(path: Path, contents: Contents, name: str) -> Iterator[str]:
+def _damages_of(path: Place, contents: Contents, name: str) -> Iterator[str]:
     """What is wrong with one file."""
     file, expected = path / name, contents.files[name]
     try:
@@ -130,14 +127,14 @@ def _damages_of(path: Path, contents: Contents, name: str) -> Iterator[str]:
     yield f"{file} has {what}; {_tensors(changed) if changed else 'no tensor has changed'}."
 
 
-def _changed(file: Path, contents: Contents, name: str) -> list[str]:
+def _changed(file: Place, contents: Contents, name: str) -> list[str]:
     """The tensors whose values in a file are others than were saved."""
     changed = []
     try:
-        with opened(file) as descriptor:
+        with opened(file) as reader:
             for tensor, saved in contents.tensors.items():
                 for block in saved.blocks:
-                    if block.file == name and not _is_whole(descriptor, block.first, block.num_bytes, block.digest):
+                    if block.file == name and not _is_whole(reader, block.first, block.num_bytes, block.digest):
                         changed.append(tensor)
                         break
     except OSError:
@@ -147,9 +144,9 @@ def _changed(file: Path, contents: Contents, name: str) -> list[str]:
     return changed
 
 
-def _is_whole(descriptor: int, first: int, num_bytes: int, digest: str | None) -> bool:
+def _is_whole(reader: Reader, first: int, num_bytes: int, digest: str | None) -> bool:
     try:
-        return digest_of(read_bytes(descriptor, first, num_bytes)) == digest
+        return digest_of(reader.read(first, num_bytes)) == digest
     except OSError:
         return False
 

@@ -12,12 +12,16 @@ from ...core.model.huggingface_config import NAMES, TRAINING_FIELDS, config_of
 from ...core.model.model import ModelSpec
 from ...core.plan.plan import Plan
 from .folder import Folder
+from .stored import StoredFolder, is_stored
 
 
 def check_load(plan: Plan) -> None:
     """Raises `PlanError` where the folder that the plan loads from, if it loads, holds another
     model by its `config.json`."""
     if plan.train.load is not None:
+        if is_stored(plan.train.load):
+            StoredFolder(plan.train.load, plan.model)
+            return
         with Folder(plan.train.load) as folder:
             family_of(plan.model, folder)
 
@@ -45,7 +49,7 @@ def config_to_write(plan: Plan) -> dict[str, Any]:
 
     Raises `ModelError` when no family has such a model.
     """
-    if plan.train.load is None:
+    if plan.train.load is None or is_stored(plan.train.load):
         return config_of(plan.model, plan.precision.dtype)
     with Folder(plan.train.load) as folder:
         family_of(plan.model, folder)

@@ -1,4 +1,5 @@
-"""Weights from a Hugging Face folder into the shards of a rank, which reads only its own slices."""
+"""Weights from a Hugging Face folder, or from one of Megatron-LM or torchtitan, into the shards of a rank, which reads
+only its own slices."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from .config import family_of
 from .folder import INDEX, QUANTISED, READ_DTYPES, SCALES, Folder
 from .names import BASE_PREFIXES, sources, unused_names
 from .parts import Source, file_shapes, regions
+from .stored import StoredFolder, is_stored
 
 
 def load_weights(model: ModelSpec, path: str, shards: Iterable[Shard]) -> int:
@@ -21,8 +23,9 @@ def load_weights(model: ModelSpec, path: str, shards: Iterable[Shard]) -> int:
 
     Raises `PlanError` with every problem when the folder holds another model than `model`, or not all of it.
     """
-    with Folder(path) as folder:
-        places = sources(model, family_of(model, folder))
+    with StoredFolder(path, model) if is_stored(path) else Folder(path) as folder:
+        family = folder.family if isinstance(folder, StoredFolder) else family_of(model, folder)
+        places = sources(model, family)
         names = _checked_names(model, folder, places)
         for shard in shards:
             source = places[shard.parameter.name]
@@ -30,7 +33,7 @@ def load_weights(model: ModelSpec, path: str, shards: Iterable[Shard]) -> int:
         return folder.num_bytes_read
 
 
-def _checked_names(model: ModelSpec, folder: Folder, places: Mapping[str, Source]) -> dict[str, str]:
+def _checked_names(model: ModelSpec, folder: Folder | StoredFolder, places: Mapping[str, Source]) -> dict[str, str]:
     """Tensor name -> its name in this folder. Raises `PlanError` when a tensor is missing, has another shape, or is
     left over, and when the index promises one that no file has."""
     if absent := folder.absent:
@@ -73,7 +76,7 @@ def _found(name: str, files: Mapping[str, object]) -> str | None:
 
 
 @torch.no_grad()
-def _fill(shard: Shard, source: Source, names: Mapping[str, str], folder: Folder) -> None:
+def _fill(shard: Shard, source: Source, names: Mapping[str, str], folder: Folder | StoredFolder) -> None:
     """A rank's part of one parameter. Rows of padding, which no file has, become zero."""
     local: Tensor = shard.tensor
     if source.num_items * source.item_rows < source.shape[source.dim]:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
 from .parts import EXPERT, Part, Source, item_dim, item_rows
+from .stored import TABLES
 
 BASE_PREFIXES = ("model.", "transformer.")
 """What files of a whole model put before the names of the decoder without its head, and files of the
@@ -55,8 +56,11 @@ def _source(model: ModelSpec, family: str, parameter: Parameter) -> Source:
 STACKED = ("granitemoe", "gpt_oss")
 """Families whose files keep all experts in one tensor."""
 
-SIDE_BY_SIDE = ("glm4", "cohere2")
+SIDE_BY_SIDE = ("glm4", "cohere2", "torchtitan-llama")
 """Families whose queries and keys have pairs of neighbouring features."""
+
+_LAYERS = {"gpt2": "transformer.h", "falcon": "transformer.h", "megatron": "decoder.layers", "torchtitan": "layers"}
+"""Where files have their layers."""
 
 _TABLES = (TOKEN_TABLE.removesuffix(".weight"), "head.output")
 """Modules whose rows are ids of the vocabulary."""
@@ -66,7 +70,7 @@ def _place(model: ModelSpec, family: str, name: str) -> tuple[str, str]:
     """`(prefix in the files, module in a layer)` of a canonical module: `("model.layers.3.", "layer.mlp.up")`.
     Multi-token prediction is, in the files, part of the layer it has."""
     top, _, rest = name.partition(".")
-    layers = "transformer.h" if family in ("gpt2", "falcon") else "model.layers"
+    layers = _LAYERS.get(family.partition("-")[0], "model.layers")
     if top == "layers":
         number, _, module = rest.partition(".")
         return f"{layers}.{number}.", f"layer.{module}"
@@ -108,7 +112,7 @@ _FALCON: Mapping[str, tuple[str, ...]] = {
     "head.output": ("lm_head",),
 }
 
-_OWN = {"gpt2": _GPT2, "falcon": _FALCON}
+_OWN = {"gpt2": _GPT2, "falcon": _FALCON, **TABLES}
 
 _ROTARY: Mapping[str, tuple[str, ...]] = {
     "embedding.tokens": ("model.embed_tokens",),

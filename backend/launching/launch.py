@@ -26,16 +26,15 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ...core.base.errors import MissingExtraError, RankFailure
-from ...core.base.interrupts import ENDING_SIGNALS
 from ..base.mkl import WORKSPACE, WORKSPACE_VARIABLE, mkl_switch
 from ..transport.interfaces import loopback_variables
-from ..watch.rank_failures import late, root_cause, stalled
+from ..watch.rank_failures import late, not_begun, root_cause, stalled
 from ..watch.rank_messages import (
     NAMES_LENGTH,
     RANK_ENDED,
@@ -50,7 +49,9 @@ from ..watch.rank_messages import (
 from ..watch.rank_messages import (
     TransportName as TransportName,  # of those that may not use the watch
 )
+from ..watch.stop import KEPT_FROM_SERVER
 from ..watch.watch import Board
+from .stopping import Stopping
 
 if TYPE_CHECKING:
     from ..transport.base import Transport
@@ -73,6 +74,8 @@ def run_ranks(
     transport: TransportName = "shm",
     timeout_s: float | None = None,
     stall_s: float | None = None,
+    setup_s: float | None = None,
+    stop_budget_s: float | None = None,
     device: str = "cpu",
 ) -> list[Any]:
     """What `job(transport, payload)` returned on each rank, in rank order.
@@ -80,11 +83,14 @@ def run_ranks(
     `job` is a function of a module, and results can be pickled. `transport` chooses processes that share memory (shm),
     or talk over gloo or NCCL (rank n on GPU n), or threads of one child process (`memory`), which compute on
     `device`. Raises `RankFailure` when a
-    rank raises, dies, or is not done within `timeout_s`, and when no rank has come further in its row of a schedule for
-    `stall_s`: the failure then says what each waits for.
+    rank raises, dies, or is not done within `timeout_s`, when no rank has come further in its row of a schedule for
+    `stall_s`, and when none has begun with it `setup_s` after the start: the failure then says what each waits for.
+    With `stop_budget_s` the job sees to `Transport.stop`: SIGTERM and SIGUSR1, to this process or to any rank, are told
+    to all ranks, and raise `Interrupted` where the job is not over so many seconds later.
     """
     with Workers(world_size, transport, device=device) as workers:
-        return workers.run(job, payload, timeout_s=timeout_s, stall_s=stall_s)
+        limits = Limits(timeout_s, stall_s, setup_s)
+        return workers.run_within(limits, job, payload, stop_budget_s=stop_budget_s)
 
 
 def preload(*modules: str) -> None:
@@ -159,16 +165,30 @@ class Workers:
         stall_s: float | None = None,
     ) -> list[Any]:
         """What `job(transport, payload)` returned on each rank, in rank order. Errors as in `run_ranks`."""
+        return self.run_within(Limits(timeout_s, stall_s, None), job, payload)
+
+    def run_within(
+        self,
+        limits: Limits,
+        job: Callable[[Transport, Any], Any],
+        payload: Any = None,
+        *,
+        stop_budget_s: float | None = None,
+    ) -> list[Any]:
+        """`run` within limits, and with an ear for signals where there is a `stop_budget_s`."""
         if self.closed:
             raise RuntimeError("these workers are closed: a job failed, or close() was called. Make new ones.")
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        if limits.timeout_s is None:
+            limits = replace(limits, timeout_s=self.timeout_s)
+        stopping = None if stop_budget_s is None else Stopping(stop_budget_s)
         try:
             self._num_jobs += 1
             board_file = self._folder / f"board-{self._num_jobs}"
             board = Board.create(board_file, self.world_size)
-            for process, body in enumerate(self._jobs(job, payload, board_file)):
-                self._pool.send(process, "job", body)
-            answers = self._pool.results(Limits(timeout_s, stall_s), board)
+            with contextlib.nullcontext() if stopping is None else stopping.listening():
+                for process, body in enumerate(self._jobs(job, payload, board_file, stops=stopping is not None)):
+                    self._pool.send(process, "job", body)
+                answers = self._pool.results(limits, board, stopping)
         except BaseException:  # Ctrl-C too: whatever interrupts a job ends its ranks
             self.close()
             raise
@@ -190,7 +210,7 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _jobs(self, job: Callable[..., Any], payload: Any, board_file: Path) -> list[Any]:
+    def _jobs(self, job: Callable[..., Any], payload: Any, board_file: Path, *, stops: bool) -> list[Any]:
         call = pickle.dumps((job, payload))
         modules = _named_modules(call)
         main = _main_module() if modules.pop("__main__", None) else None
@@ -207,6 +227,7 @@ class Workers:
                 str(board_file),
                 folder,
                 self.device,
+                stops,
             )
             for rank in range(self._pool.size)
         ]
@@ -214,28 +235,39 @@ class Workers:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a job may take, and that may pass without any rank coming further in its row; None is for ever."""
+    """Seconds that a job may take, that may pass without any rank coming further in its row, and until the first of
+    them walks over one; None is for ever."""
 
     timeout_s: float | None
     stall_s: float | None
+    setup_s: float | None
 
 
 class _Stall:
-    """Whether the ranks have moved lately. Those that walk over no row, in start-up or in
-    another job, are not judged."""
+    """Whether the ranks have moved lately. Those that walk over no row are judged by the limit of the set-up alone."""
 
-    def __init__(self, board: Board, stall_s: float | None):
-        self._board, self._stall_s = board, stall_s
+    def __init__(self, board: Board, limits: Limits):
+        self._board, self._stall_s, self._setup_s = board, limits.stall_s, limits.setup_s
         self._content, self._since_s = board.content(), float("inf")
+        self._started_s, self._is_set_up = time.monotonic(), False
 
     @property
     def check_s(self) -> float | None:
         """Seconds until the ranks should be looked at again."""
-        return None if self._stall_s is None else self._stall_s / STALL_CHECKS
+        shortest = min(filter(None, (self._stall_s, self._setup_s)), default=None)
+        return None if shortest is None else shortest / STALL_CHECKS
+
+    def is_setup_over(self) -> bool:
+        """True when the whole limit of the set-up has passed, and no rank has begun to walk over its row."""
+        if self._setup_s is None or self._is_set_up:
+            return False
+        lanes = (lane for rank in range(self._board.world_size) for lane in self._board.lanes(rank))
+        self._is_set_up = any(lane.phase for lane in lanes)
+        return not self._is_set_up and time.monotonic() - self._started_s > self._setup_s
 
     def is_over(self) -> bool:
         """True when nothing has moved for the whole time limit."""
-        if self._stall_s is None:
+        if self._stall_s is None or (self._setup_s is not None and not self._is_set_up):
             return False
         if (content := self._board.content()) != self._content:
             self._content, self._since_s = content, time.monotonic()
@@ -263,26 +295,36 @@ class _Pool:
         with contextlib.suppress(OSError):
             self.connections[process].send_bytes(pickle.dumps((kind, body)))
 
-    def results(self, limits: Limits, board: Board) -> dict[int, bytes]:
+    def results(self, limits: Limits, board: Board, stopping: Stopping | None = None) -> dict[int, bytes]:
         """The pickled results of every process. Raises `RankFailure` for the first that failed, ended, or was not done
-        in time, with what all ranks were doing."""
+        in time, with what all ranks were doing, and `Interrupted` when the time of `stopping` is over."""
         collected: dict[int, bytes] = {}
         failures: list[Failure] = []
         pending = set(range(self.size))
         deadline_s = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
-        stall = _Stall(board, limits.stall_s)
+        stall = _Stall(board, limits)
         while pending and not self.ended and all(failure.by_peer for failure in failures):
-            events = self._receive(pending, _soonest(deadline_s, stall.check_s))
+            until_s = _soonest(deadline_s, stall.check_s, None if stopping is None else stopping.deadline_s)
+            events = self._receive(pending, until_s, stopping)
+            if stopping is not None:
+                stopping.check()
             if not events and not self.ended:
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     if failures:
                         break
                     assert limits.timeout_s is not None
                     raise late(self._whereabouts(pending), board, limits.timeout_s)
+                if not failures and stall.is_setup_over():
+                    assert limits.setup_s is not None
+                    raise not_begun(self._whereabouts(pending), board, limits.setup_s)
                 if not failures and stall.is_over():
                     assert limits.stall_s is not None
                     raise stalled(self._whereabouts(pending), board, limits.stall_s)
             for process, kind, body in events:
+                if kind == "stop":
+                    assert stopping is not None, "only a job that stops tells of signals"
+                    stopping.ask(body)
+                    continue
                 pending.discard(process)
                 if kind == "result":
                     collected[process] = body
@@ -294,12 +336,20 @@ class _Pool:
             raise root_cause(failures, self.ended, board)
         return collected
 
-    def _receive(self, pending: set[int], deadline_s: float | None) -> list[tuple[int, str, Any]]:
-        """The next messages of pending processes; empty when the time is over. Notes processes that ended."""
+    def _receive(
+        self, pending: set[int], deadline_s: float | None, stopping: Stopping | None = None
+    ) -> list[tuple[int, str, Any]]:
+        """The next messages of pending processes; empty when the time is over, or when they were told to stop. Notes
+        processes that ended."""
         sources: dict[Any, int] = {self.connections[process]: process for process in pending}
+        wakes = () if stopping is None else (stopping.wakes,)
         while True:
             remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            ready = wait([*sources, self.lifeline], remaining_s)
+            ready = wait([*sources, self.lifeline, *wakes], remaining_s)
+            if stopping is not None and (number := stopping.take()):
+                for process in pending:
+                    self.send(process, "stop", number)
+                return []
             if not ready:
                 return []
             messages = []
@@ -454,8 +504,8 @@ def rank_environment(environment: Mapping[str, str], folder: Path) -> dict[str, 
 
 @contextlib.contextmanager
 def _without_signals() -> Iterator[None]:
-    """Keeps SIGINT and SIGTERM waiting while the body runs. A process that is started in it never receives them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    """Keeps SIGINT, SIGTERM and SIGUSR1 waiting while the body runs. A process started in it never gets them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, KEPT_FROM_SERVER)
     try:
         yield
     finally:
@@ -475,10 +525,10 @@ def _main_module() -> dict[str, str]:
     return {key: data[key] for key in ("init_main_from_name", "init_main_from_path") if key in data}
 
 
-def _soonest(deadline_s: float | None, check_s: float | None) -> float | None:
-    """The earlier of a moment and of so many seconds from now."""
+def _soonest(deadline_s: float | None, check_s: float | None, stop_s: float | None) -> float | None:
+    """The earliest of two moments and of so many seconds from now."""
     check_at_s = None if check_s is None else time.monotonic() + check_s
-    return min(filter(None, (deadline_s, check_at_s)), default=None)
+    return min(filter(None, (deadline_s, check_at_s, stop_s)), default=None)
 
 
 def _close_quietly(lifeline: socket.socket, connections: Sequence[Connection]) -> None:

@@ -16,7 +16,9 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -35,20 +37,27 @@ from ..transport.process_group import ProcessGroupTransport
 from ..transport.symmetric.shared_memory import SharedMemoryTransport
 from ..watch.rank_errors import place_of, whose
 from ..watch.rank_messages import RANK_VARIABLE, Call, Failure, Job, ThreadAt, Whereabouts
+from ..watch.stop import StopRequest, stop_signals
 from ..watch.watch import Board, RankWatch
 
 
 @dataclass
 class _Inbox:
-    """Jobs to do, and the one connection that two threads answer on."""
+    """Jobs to do, each with its request to stop, and the one connection that several threads answer on."""
 
     connection: Connection
-    jobs: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
+    jobs: queue.SimpleQueue[tuple[Job, StopRequest]] = field(default_factory=queue.SimpleQueue)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, kind: str, body: Any) -> None:
         with self.lock:
             self.connection.send_bytes(pickle.dumps((kind, body)))
+
+    def signalled(self, stop: StopRequest, number: int) -> None:
+        """A signal has come: this rank knows, and so does who started it, who tells the others. In a thread of its own,
+        as the handler may have interrupted an answer."""
+        stop.ask(number)
+        threading.Thread(target=self.answer, args=("stop", number), daemon=True).start()
 
 
 def serve_jobs(connection: Connection) -> None:
@@ -58,8 +67,9 @@ def serve_jobs(connection: Connection) -> None:
     inbox = _Inbox(connection)
     threading.Thread(target=_listen, args=(inbox,), name="listener", daemon=True).start()
     while True:
-        job = inbox.jobs.get()
-        kind, body = _run(job)
+        job, stop = inbox.jobs.get()
+        with stop_signals(partial(inbox.signalled, stop)) if job.stops else nullcontext():
+            kind, body = _run(job, stop)
         sys.stdout.flush()
         sys.stderr.flush()
         inbox.answer(kind, body)
@@ -67,6 +77,7 @@ def serve_jobs(connection: Connection) -> None:
 
 def _listen(inbox: _Inbox) -> None:
     global_rank: int | None = None
+    stop = StopRequest()
     while True:
         try:
             kind, body = pickle.loads(inbox.connection.recv_bytes())
@@ -74,12 +85,15 @@ def _listen(inbox: _Inbox) -> None:
             os._exit(1)
         if kind == "where":
             inbox.answer("where", whereabouts(global_rank))
+        elif kind == "stop":
+            stop.ask(body)
         else:
             global_rank = None if body.transport == "memory" else body.global_rank
-            inbox.jobs.put(body)
+            stop = StopRequest()
+            inbox.jobs.put((body, stop))
 
 
-def _run(job: Job) -> tuple[str, bytes | Failure]:
+def _run(job: Job, stop: StopRequest) -> tuple[str, bytes | Failure]:
     """`("result", pickled list of one result per rank run here)` or `("failure", Failure)`."""
     places: dict[int, tuple[Recorder, RankWatch]] = {}
     try:
@@ -87,11 +101,11 @@ def _run(job: Job) -> tuple[str, bytes | Failure]:
         function, payload = _load(job)
         if job.transport == "memory":
             world = MemoryWorld(job.world_size, device=job.device, board=Board.open(job.board_file, job.world_size))
-            places = world.places
+            places, world.stop = world.places, stop
             results = run_threads(world, function, payload)
         else:
             with _connect(job) as transport:
-                places[job.global_rank] = transport.recorder, transport.watch
+                places[job.global_rank], transport.stop = (transport.recorder, transport.watch), stop
                 results = [function(transport, payload)]
         return "result", pickle.dumps(results)
     except BaseException as error:  # also SystemExit: a job that asks to exit has failed

@@ -7,10 +7,10 @@ fork server does a similar job, but takes over the caller's environment as it is
 to be guarded by `if __name__ == "__main__"`.
 
 The server has one thread, torch included while OMP_NUM_THREADS is 1, so forking is safe. It ends when its starter does,
-and not by SIGINT or SIGTERM, which its starter has blocked: somebody has to remove the starter's folder and end its
-ranks. These can be ended by them. Protocol: the starter sends one *lifeline* socket per pool over the control socket,
-and one connection per rank over the lifeline. The server reports over the lifeline how each rank ended. Closing the
-lifeline kills the pool. Names of modules to load, too, come over the control socket (`launch.preload`).
+and not by SIGINT, SIGTERM or SIGUSR1, which its starter has blocked: somebody has to remove the starter's folder and
+end its ranks. These can be ended by them. Protocol: the starter sends one *lifeline* socket per pool over the control
+socket, and one connection per rank over the lifeline. The server reports over the lifeline how each rank ended. Closing
+the lifeline kills the pool. Names of modules to load, too, come over the control socket (`launch.preload`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from ...core.base.interrupts import ENDING_SIGNALS
 from ..watch.rank_messages import NAMES_LENGTH, RANK_ENDED
+from ..watch.stop import KEPT_FROM_SERVER
 
 PRELOAD = (
     "numpy",
@@ -132,7 +132,7 @@ class _Server:
         """The child's side of the fork: lets go of everything that is the server's, and never returns."""
         try:
             signal.set_wakeup_fd(-1)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT_FROM_SERVER)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
             for other in (self._control, self._child_ended, self._notify, *(pool.lifeline for pool in self._pools)):

@@ -3,17 +3,20 @@ failure of one of them."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ...core.base.errors import RankDefect, RankFailure, error_words
+from ...core.base.terminal import say
 from ..transport.interfaces import is_one_host, loopback_variables
 from ..watch.halt import last_words
 from ..watch.watch import Board
@@ -145,6 +148,31 @@ def _machine() -> str:
     """What the processes have in common that see each other under the same ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+@contextlib.contextmanager
+def set_up_within(transport: Transport, setup_s: float) -> Iterator[None]:
+    """Ends this process, a rank, with exit code 2 where it walks over no row of a schedule `setup_s` after the body has
+    begun, and says where it is."""
+
+    def check() -> None:
+        if transport.watch.phase:
+            return
+        from .rank import whereabouts
+
+        at = whereabouts(transport.global_rank)[transport.global_rank]
+        doing = f"waits in {', '.join(at.waits)}" if at.waits else f"is in {at.at}"
+        text = f"rank {transport.global_rank} has not begun its first step within train.setup_timeout_s={setup_s:g}: it"
+        say(f"{text} {doing}.", sys.stderr, flush=True)
+        os._exit(2)
+
+    timer = threading.Timer(setup_s, check)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def failed(transport: Transport, error: Exception) -> RankFailure:

@@ -33,6 +33,7 @@ from ...core.base.errors import ShardproofError
 from ...core.base.reduction import cut
 from ...core.plan.communicators import Communicators
 from ..base.recorder import Recorder
+from ..watch.stop import StopRequest
 from ..watch.watch import Board, RankWatch
 
 Shape = tuple[int, ...]
@@ -380,6 +381,8 @@ class Transport(ABC):
         self.device = device
         self.recorder = recorder or Recorder()
         self.watch = RankWatch(global_rank, board)
+        self.stop = StopRequest()
+        """Where it is seen that this rank was asked to stop."""
         self.is_work_of_streams = False
         """Whether every call is work of a GPU's streams alone, as a captured step needs it: the host has no part."""
         self.communicators = Communicators()

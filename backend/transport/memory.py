@@ -19,6 +19,7 @@ from torch import Tensor
 from ...core.base.errors import RankFailure
 from ..base.recorder import Recorder
 from ..base.streams import Moment, now, take_over, used_here, wait_for
+from ..watch.stop import StopRequest
 from ..watch.watch import Board, RankWatch
 from .base import DEFAULT_TIMEOUT_S, Channel, Group, ReduceOp, Shape, Transport, TransportError, contiguous_copy
 
@@ -42,6 +43,7 @@ class MemoryWorld:
         self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.failure: str | None = None
+        self.stop = StopRequest()
         self.places: dict[int, tuple[Recorder, RankWatch]] = {}
         self._lock = threading.Lock()
         self._places: dict[tuple[Any, ...], _Meeting | _Mailbox] = {}
@@ -247,6 +249,7 @@ class MemoryTransport(Transport):
     def __init__(self, world: MemoryWorld, global_rank: int, recorder: Recorder | None = None):
         super().__init__(global_rank, world.world_size, world.device, recorder, world.board)
         self._world = world
+        self.stop = world.stop
 
     def _group(self, name: str, axis: str, ranks: Sequence[int]) -> Group:
         return MemoryGroup(self._world, name, axis, ranks, self.global_rank, self.recorder)

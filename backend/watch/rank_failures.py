@@ -54,6 +54,11 @@ def late(found: Mapping[int, Whereabouts | None], board: Board, timeout_s: float
     return _explained(f"{_named_ranks(halt.holders)} did not finish within {timeout_s:g} s", halt, halt.holders[0])
 
 
+def not_begun(found: Mapping[int, Whereabouts | None], board: Board, setup_s: float) -> RankFailure:
+    """The failure of a run whose set-up takes too long: says where every rank is in it."""
+    return _explained(f"no rank has begun its first step {setup_s:g} s after the start", explain(found, board), None)
+
+
 def stalled(found: Mapping[int, Whereabouts | None], board: Board, stall_s: float) -> RankFailure:
     """The failure of a job in which no rank comes further: names those that the others wait for."""
     halt = explain(found, board)

@@ -35,7 +35,7 @@ class Job:
     what `multiprocessing` needs to load the starter's script, when `call` refers to it. Ranks find each other through
     `store_file`, and show where they are on the board in `board_file` (`pipeline.watch`). `folder` is where the starter
     is now: relative paths in `call` are its own, and the ranks were perhaps started elsewhere. `device` is where ranks
-    that are threads compute.
+    that are threads compute. `stops` says that the job sees to `Transport.stop`: signals then ask for that.
     """
 
     transport: TransportName
@@ -48,6 +48,7 @@ class Job:
     board_file: str
     folder: str
     device: str = "cpu"
+    stops: bool = False
 
 
 @dataclass(frozen=True)

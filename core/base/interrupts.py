@@ -41,7 +41,7 @@ class Interrupts:
 
     While one is on its way through the main thread others change nothing, so that what closes is not interrupted:
     launchers repeat what the terminal has sent. `came` is the first signal's number. For the main thread alone;
-    `command` begins the line that reports the end.
+    `command` begins the line that reports the end. Who takes over a signal for a while sees to it alone.
     """
 
     def __init__(self, command: str):
@@ -101,7 +101,7 @@ class Interrupts:
         """Runs in a thread of its own: ends the process where the main thread does not."""
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         number = 0
-        while number not in ENDING_SIGNALS:
+        while number not in ENDING_SIGNALS or signal.getsignal(number) != self._handle:
             number = self._wakes.recv(1)[0]
         # the system may give a signal to any thread, and then wakes only that one
         if not self._noticed.wait(PASSED_ON_S):

@@ -14,6 +14,7 @@ from ..base.findings import NOWHERE
 from ..base.names import one_line
 from ..base.option import limit_complaint
 from ..base.units import SIZE_RULE, size_of
+from ..base.urls import is_url
 from ..layout.layout import Layout
 from ..machine.cluster import ClusterSpec
 from ..machine.cluster_presets import cluster_preset
@@ -401,7 +402,7 @@ def _converted(key: Key, given: Given) -> Any:
         return tuple(map(group_of, value))
     if key.type == "table of rates":
         return {name: float(rate) for name, rate in value.items()}
-    if key.type == "path" and given.folder is not None and value != "python-stdlib":
+    if key.type == "path" and given.folder is not None and value != "python-stdlib" and not is_url(str(value)):
         return str(given.folder / value)
     return value
 

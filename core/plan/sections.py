@@ -500,7 +500,7 @@ class Train(Bounded, section="train"):
     )
     _: KW_ONLY
     load: str | None = option(
-        "a Hugging Face folder (config.json, safetensors): its weights",
+        "a folder of Hugging Face (config.json, safetensors), Megatron-LM (torch_dist) or torchtitan",
         default=None,
         kind="path",
         default_note="drawn from seed",
@@ -599,6 +599,14 @@ class Train(Bounded, section="train"):
         more="What each was waiting for is reported.",
         read_by="backend.trainer",
     )
+    setup_timeout_s: float = option(
+        "from the start of ranks to the first step, after which all are ended",
+        default=1800.0,
+        above=0,
+        bound=Bound(1e8, "three years; what waits for threads counts in 64-bit nanoseconds", least=1e-3),
+        more="A checkpoint or weights that are loaded are part of it.",
+        read_by="backend.trainer",
+    )
 
     @property
     def adds_router_losses(self) -> bool:
@@ -627,4 +635,26 @@ class Checkpoint(Bounded, section="checkpoint"):
     )
     keep: int | None = option(
         "how many of the newest stay", default=None, minimum=1, default_note="all", read_by="backend.checkpoint.saver"
+    )
+    asynchronous: bool = option(
+        "whether training goes on while a checkpoint is written",
+        default=True,
+        more="Every rank then holds a copy of its part in host memory.",
+        read_by="backend.checkpoint.saver",
+    )
+    timeout_s: float = option(
+        "until every rank has written its part of a checkpoint, after which the run is ended",
+        default=1800.0,
+        above=0,
+        bound=Bound(1e8, "three years; what waits for threads counts in 64-bit nanoseconds", least=1e-3),
+        more="The rank that has not is named.",
+        read_by="backend.checkpoint.saver",
+    )
+    stop_budget_s: float = option(
+        "after SIGTERM or SIGUSR1, until the step is done and saved",
+        default=25.0,
+        above=0,
+        bound=Bound(1e8, "three years; what waits for threads counts in 64-bit nanoseconds", least=1e-3),
+        more="The run is ended then, saved or not: torchrun, Slurm and Kubernetes kill 30 s after SIGTERM.",
+        read_by="backend.trainer",
     )

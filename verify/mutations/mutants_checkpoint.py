@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from ...backend.checkpoint import saver, tensors
 from ...backend.checkpoint.saver import Checkpoints
-from ...backend.checkpoint.tensors import Piece
+from ...backend.checkpoint.tensors import Piece, Share
 from ...backend.ranks.training_rank import TrainingRank
 from ...core.plan.sections import DataParallel, ScheduleChoice
 from ..ledger.ledger import OPTIMIZER
@@ -32,10 +32,10 @@ STATE = "optimizer."
 def writes(change: Callable[[Sequence[Piece]], Sequence[Piece]], patches: Patches) -> None:
     """What is written is what `change` makes of the pieces of a rank; those themselves stay as they are."""
 
-    def make(write_tensors: Callable[..., None]) -> Callable[..., None]:
-        return lambda path, pieces, *where: write_tensors(path, change(pieces), *where)
+    def make(share_of: Callable[..., Share]) -> Callable[..., Share]:
+        return lambda pieces, *where: share_of(change(pieces), *where)
 
-    patches.replace(saver, "write_tensors", make)
+    patches.replace(saver, "share_of", make)
 
 
 def empty_state(pieces: Sequence[Piece]) -> list[Piece]:

@@ -21,11 +21,11 @@ from helpers.plans import training_plan
 from shardproof import Trainer
 from shardproof.backend.base.libraries import CHECKPOINTS
 from shardproof.backend.base.observe import Observer
-from shardproof.backend.checkpoint.index import INDEX_FILE
 from shardproof.backend.checkpoint.resume import Saved, path_of, problem_of, resumption, saved_in
 from shardproof.backend.checkpoint.saver import Checkpoints
 from shardproof.backend.checkpoint.tensors import Piece, _SavePlanner
 from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.dcp.index import INDEX_FILE
 from shardproof.backend.launching.launch import Workers, preload
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -310,16 +310,21 @@ def end_at(number: int, report: Path) -> None:
 def save_numbers(transport, payload):
     """Saves tensors that are full of the number of steps; the process ends at some change of
     files, if that is given."""
-    plan, steps, number, report = payload
+    plan, steps, number, report, asynchronous = payload
     pieces = [Piece(name, (3, 2), (slice(0, 3), slice(0, 2)), torch.full((3, 2), float(steps))) for name in "ab"]
     world = transport.group("world", "world", range(1))
     checkpoints = Checkpoints(plan, Corpus.load(plan.train.data), world, transport.device)
     if number is not None:
         end_at(number, report)
-    checkpoints.save_pieces(steps, pieces)
+    checkpoints.begin(steps, pieces, snapshot=asynchronous)
+    for piece in pieces:
+        if asynchronous:
+            piece.tensor.fill_(-1.0)  # as training that goes on
+    checkpoints.finish()
 
 
-def test_whenever_a_save_is_killed_the_newest_checkpoint_is_whole(tmp_path):
+@sampled("asynchronous", [True, False], on_push=1)
+def test_whenever_a_save_is_killed_the_newest_checkpoint_is_whole(asynchronous, tmp_path):
     """The process ends just before each change that the save makes: a file opened or removed, a folder
     made, renamed or removed."""
     (tmp_path / "text").write_text("a text to learn from. " * 40)
@@ -330,7 +335,7 @@ def test_whenever_a_save_is_killed_the_newest_checkpoint_is_whole(tmp_path):
         return replace(plan, train=replace(plan.train, data=str(tmp_path / "text")))
 
     def save(number: int, steps: int, end: int | None = None) -> None:
-        run_threads(MemoryWorld(1), save_numbers, (plan_of(number), steps, end, None))
+        run_threads(MemoryWorld(1), save_numbers, (plan_of(number), steps, end, None, asynchronous))
 
     preload(*CHECKPOINTS)
 
@@ -339,7 +344,7 @@ def test_whenever_a_save_is_killed_the_newest_checkpoint_is_whole(tmp_path):
         save(number, 1)
         with Workers(1, timeout_s=60) as pool:
             try:
-                pool.run(save_numbers, (plan_of(number), 2, number, tmp_path / "changes"))
+                pool.run(save_numbers, (plan_of(number), 2, number, tmp_path / "changes", asynchronous))
             except RankFailure as failure:
                 return str(failure)
         return None

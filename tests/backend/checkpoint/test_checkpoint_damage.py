@@ -27,16 +27,16 @@ from helpers.gates import sampled
 from helpers.plans import product_plan
 from shardproof.backend.base.libraries import CHECKPOINTS
 from shardproof.backend.checkpoint import saver
-from shardproof.backend.checkpoint.files import digest_of
-from shardproof.backend.checkpoint.index import INDEX_FILE, Contents, DamagedError
 from shardproof.backend.checkpoint.lock import LOCK_FILE, locked
-from shardproof.backend.checkpoint.older import contents_without_index
-from shardproof.backend.checkpoint.records import read_records
 from shardproof.backend.checkpoint.resume import path_of, saved_in
 from shardproof.backend.checkpoint.saver import Checkpoints
 from shardproof.backend.checkpoint.tensors import Piece, read_tensors, write_tensors
 from shardproof.backend.checkpoint.whole import contents_of
 from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.dcp.files import digest_of
+from shardproof.backend.dcp.index import INDEX_FILE, Contents, DamagedError
+from shardproof.backend.dcp.older import contents_without_index
+from shardproof.backend.dcp.records import read_records
 from shardproof.backend.launching.launch import Workers, preload
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads

@@ -214,6 +214,11 @@ def test_a_time_limit_that_start_up_uses_up_says_so():
         run_ranks(failing_job, "hang", world_size=2, timeout_s=0.001)
 
 
+def test_ranks_that_do_not_begin_in_the_time_of_the_set_up_are_shown_where_they_are():
+    with pytest.raises(RankFailure, match=r"no rank has begun its first step 0\.2 s after the start; all ranks were"):
+        run_ranks(failing_job, "hang", world_size=2, setup_s=0.2)
+
+
 def survivor_job(transport, _):
     """Rank 1 goes away quietly; rank 0 returns what its transport says about it."""
     group = transport.group("world", "tp", (0, 1))

@@ -16,7 +16,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from .files import opened, read_bytes, read_small
+from ..base.urls import Place
+from .files import Reader, length_of, opened, read_small
 from .index import ITEM_BYTES, Block, Contents, DamagedError, SavedTensor, faults_of
 from .records import Record, as_dict, pairs_of, read_records
 
@@ -26,6 +27,8 @@ MAX_METADATA_BYTES = 1 << 28
 _MAX_TENSOR_PICKLE_BYTES = 1 << 16
 
 _PACKAGE = "torch.distributed.checkpoint.metadata"
+_METADATA = (f"{_PACKAGE}.Metadata", "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata")
+"""What the whole may be called: Megatron-LM has had a class of its own for it."""
 _FORMATS = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -37,17 +40,14 @@ _FORMATS |= {"LongStorage": "int64", "IntStorage": "int32", "ByteStorage": "uint
 _NONSENSE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error)
 """What reading fields that are not there, or are something else, comes to."""
 
-Place = tuple[str, tuple[int, ...]]
+Spot = tuple[str, tuple[int, ...]]
 
 
-def contents_without_index(path: Path, steps: int) -> Contents:
+def contents_without_index(path: Place, steps: int) -> Contents:
     """What a folder of DCP holds, without digests. Raises `DamagedError` for one that is not whole as far as that can
     be seen: pieces that are missing, that overlap, or that are not what the metadata say."""
     try:
-        metadata = _record(read_records(read_small(path / METADATA_FILE, MAX_METADATA_BYTES)), f"{_PACKAGE}.Metadata")
-        fields = as_dict(metadata.state)
-        places = dict(_place(key, value) for key, value in pairs_of(fields["storage_data"]))
-        saved = {name: _tensor_fields(name, value) for name, value in as_dict(fields["state_dict_metadata"]).items()}
+        saved, places = _described(path)
         if (count := sum(len(each["chunks"]) for each in saved.values())) != len(places):
             raise ValueError(f"tensors have {count} blocks, and files {len(places)}")
         tensors = {name: _tensor(path, name, each, places) for name, each in saved.items()}
@@ -56,23 +56,70 @@ def contents_without_index(path: Path, steps: int) -> Contents:
     except _NONSENSE as error:
         raise DamagedError(f"{path / METADATA_FILE} cannot be read: {error}") from error
     files = {block.file for tensor in tensors.values() for block in tensor.blocks}
-    if problems := list(faults_of(tensors, {name: (path / name).stat().st_size for name in files})):
+    if problems := list(faults_of(tensors, {name: length_of(path / name) for name in files})):
         raise DamagedError([f"{path / METADATA_FILE}: {problem}" for problem in problems])
     return Contents(steps, "", {}, tensors)
 
 
-def place_of_data(descriptor: int, first: int, num_bytes: int) -> tuple[int, int, Any]:
+class ForeignTensors:
+    """The tensors of a folder of DCP that another program has written, `shapes` by name; what else it has saved, such
+    as pickled objects, is left out. Blocks are looked for as they are asked for.
+
+    Raises `DamagedError` where the metadata cannot be read.
+    """
+
+    def __init__(self, path: Place):
+        self._path = path
+        try:
+            self._saved, self._places = _described(path)
+            self.shapes = {name: _size(fields["size"]) for name, fields in self._saved.items()}
+        except _NONSENSE as error:
+            raise DamagedError(f"{path / METADATA_FILE} cannot be read: {error}") from error
+
+    def tensor(self, name: str) -> SavedTensor:
+        """Where the blocks of a tensor lie. Raises `DamagedError` where they are not there, do not make up the tensor
+        exactly once, or are of a number format that is not read."""
+        try:
+            found = _tensor(self._path, name, self._saved[name], self._places)
+            lengths = {block.file: length_of(self._path / block.file) for block in found.blocks}
+        except _NONSENSE as error:
+            raise DamagedError(f"{self._path / METADATA_FILE}: {error}") from error
+        if problems := list(faults_of({name: found}, lengths)):
+            raise DamagedError([f"{self._path / METADATA_FILE}: {problem}" for problem in problems])
+        return found
+
+
+def _described(path: Place) -> tuple[dict[str, dict[str, Any]], dict[Spot, tuple[str, int, int]]]:
+    """The metadata's fields of every tensor, and where blocks lie. Raises one of `_NONSENSE`."""
+    metadata = read_records(read_small(path / METADATA_FILE, MAX_METADATA_BYTES))
+    if not isinstance(metadata, Record) or metadata.name not in _METADATA:
+        _record(metadata, _METADATA[0])
+    fields = as_dict(metadata.state)
+    tensors = {
+        name: value
+        for name, value in as_dict(fields["state_dict_metadata"]).items()
+        if _record(value).name != f"{_PACKAGE}.BytesStorageMetadata"
+    }
+    places = dict(
+        _place(key, value)
+        for key, value in pairs_of(fields["storage_data"])
+        if as_dict(_record(key, f"{_PACKAGE}.MetadataIndex").state)["fqn"] in tensors
+    )
+    return {name: _tensor_fields(name, value) for name, value in tensors.items()}, places
+
+
+def place_of_data(reader: Reader, first: int, num_bytes: int) -> tuple[int, int, Any]:
     """Where the values of a saved tensor lie, whose zip has so many bytes from `first` on in a file: their first byte,
     their number, and the record of what torch would make of them. Raises `ValueError` or `zipfile.BadZipFile` where
     that is no tensor's zip."""
-    window = _Window(descriptor, first, num_bytes)
+    window = _Window(reader, first, num_bytes)
     with zipfile.ZipFile(window) as archive:
         named = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         data, program = named["data/0"], named["data.pkl"]
         if program.file_size > _MAX_TENSOR_PICKLE_BYTES or data.compress_type != zipfile.ZIP_STORED:
             raise ValueError("the zip is not one that torch writes for a tensor")
         described = read_records(archive.read(program))
-    header = read_bytes(descriptor, first + data.header_offset, 30)
+    header = reader.read(first + data.header_offset, 30)
     begin = data.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     if header[:4] != b"PK\x03\x04" or begin + data.file_size > num_bytes:
         raise ValueError("the zip's values reach beyond it")
@@ -86,7 +133,7 @@ def _tensor_fields(name: str, saved: Any) -> dict[str, Any]:
     return fields
 
 
-def _tensor(path: Path, name: str, fields: dict[str, Any], places: dict[Place, tuple[str, int, int]]) -> SavedTensor:
+def _tensor(path: Place, name: str, fields: dict[str, Any], places: dict[Spot, tuple[str, int, int]]) -> SavedTensor:
     dtype = _record(_record(fields["properties"], f"{_PACKAGE}.TensorProperties").state[0]).name.removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {name} is of {dtype[:40]}, which is not read")
@@ -101,12 +148,17 @@ def _tensor(path: Path, name: str, fields: dict[str, Any], places: dict[Place, t
 
 
 def _block(
-    path: Path, name: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], place: tuple[str, int, int]
+    path: Place,
+    name: str,
+    dtype: str,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    place: tuple[str, int, int],
 ) -> Block:
     file, zip_first, zip_bytes = place
     try:
-        with opened(path / file) as descriptor:
-            first, num_bytes, described = place_of_data(descriptor, zip_first, zip_bytes)
+        with opened(path / file) as reader:
+            first, num_bytes, described = place_of_data(reader, zip_first, zip_bytes)
         storage, offset, shape, strides = _record(described, "torch._utils._rebuild_tensor_v2").args[:4]
         kind = _record(_record(storage, "persistent").args[0][1]).name.removeprefix("torch.")
         in_rows = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
@@ -118,7 +170,7 @@ def _block(
     return Block(offsets, sizes, file, first, num_bytes)
 
 
-def _place(key: Any, value: Any) -> tuple[Place, tuple[str, int, int]]:
+def _place(key: Any, value: Any) -> tuple[Spot, tuple[str, int, int]]:
     """The block that an entry of the storage's table is about, and where its zip is."""
     index = as_dict(_record(key, f"{_PACKAGE}.MetadataIndex").state)
     info = as_dict(_record(value, "torch.distributed.checkpoint.filesystem._StorageInfo").state)
@@ -155,9 +207,9 @@ def _record(value: Any, name: str | None = None) -> Any:
 class _Window(io.RawIOBase):
     """Some bytes of an open file as a file of their own."""
 
-    def __init__(self, descriptor: int, first: int, num_bytes: int):
-        self._descriptor, self._first, self._num_bytes, self._at = descriptor, first, num_bytes, 0
-        if first + num_bytes > os.fstat(descriptor).st_size:
+    def __init__(self, reader: Reader, first: int, num_bytes: int):
+        self._reader, self._first, self._num_bytes, self._at = reader, first, num_bytes, 0
+        if first + num_bytes > reader.size:
             raise ValueError(f"the file ends before byte {first + num_bytes}")
 
     def readable(self) -> bool:
@@ -176,6 +228,6 @@ class _Window(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._num_bytes - self._at)
         count = left if size is None or size < 0 else min(size, left)
-        content = bytes(read_bytes(self._descriptor, self._first + self._at, count))
+        content = bytes(self._reader.read(self._first + self._at, count))
         self._at += count
         return content

@@ -1,0 +1,91 @@
+"""`Flight`: a checkpoint that is written while training goes on, as one rank sees it.
+
+Background threads write files and nothing else. What ranks have to say to each other they say between two steps, in the
+thread that trains: so a save needs no communicator of its own, and works over every transport. First every rank writes
+its files. When all have said that they are done, the first rank puts the index down and gives the folder its name; when
+it has said that it is done, the checkpoint is there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.base.errors import error_words
+from ..base.urls import Place
+from .tensors import Key, Piece, Share
+
+
+class Task:
+    """Work in a thread of its own, which ends with the process."""
+
+    def __init__(self, name: str, work: Callable[[], Any]):
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._value = work()
+            except BaseException as error:  # it belongs to who asks for the value
+                self._error = error
+
+        self._started_s = time.monotonic()
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the work is over."""
+        return not self._thread.is_alive()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it was begun."""
+        return time.monotonic() - self._started_s
+
+    def wait(self, limit_s: float) -> None:
+        """Returns when it is over, whether well or not, and after so many seconds."""
+        self._thread.join(max(0.0, limit_s))
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """`value`, or the words of an `error`, when the work is over: as ranks send it to each other."""
+        return {"value": self._value} if self._error is None else {"error": error_words(self._error)}
+
+
+@dataclass(eq=False)
+class Flight:
+    """The checkpoint after so many `steps` on its way: into the folder `partial`, which becomes `path`. `task` is what
+    this rank is doing for it; in the last part, `is_last`, only the first rank has something to do."""
+
+    steps: int
+    partial: Path
+    path: Place
+    share: Share
+    task: Task
+    is_last: bool = False
+
+
+class Snapshots:
+    """Copies of what a rank writes, in host memory that is kept from save to save: as much as its part of a checkpoint.
+    Memory of a CPU that is asked for anew costs more than the copy, as the system fills it with zeros first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        """The same pieces, with copies of their values as they are now."""
+        kept, self._kept = self._kept, {}
+        for piece in pieces:
+            values, copy = piece.tensor.detach(), kept.get(piece.key)
+            if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
+                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            self._kept[piece.key] = copy.copy_(values)
+        return tuple(replace(piece, tensor=self._kept[piece.key]) for piece in pieces)

@@ -1,0 +1,75 @@
+"""A real S3 server of this process (moto's), and a way to it that breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[int]:
+    """The port of a server on loopback, which keeps objects in memory."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        yield server.get_host_and_port()[1]
+    finally:
+        server.stop()
+
+
+class BreakingWay:
+    """Passes connections on to a port of this machine. The next `num_cuts` of those that carry more than `after_bytes`
+    are cut there; `cuts` counts them."""
+
+    def __init__(self, port: int, *, num_cuts: int, after_bytes: int):
+        self.num_cuts, self.after_bytes, self.cuts = num_cuts, after_bytes, 0
+        self._target, self._lock = port, threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._listener.getsockname()[1]
+
+    def close(self) -> None:
+        """It takes no more connections."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                ours, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._join, args=(ours,), daemon=True).start()
+
+    def _join(self, ours: socket.socket) -> None:
+        with ours, socket.create_connection(("127.0.0.1", self._target)) as theirs:
+            back = threading.Thread(target=self._pass_on, args=(theirs, ours), daemon=True)
+            back.start()
+            self._pass_on(ours, theirs)
+            back.join()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while content := source.recv(4096):
+                passed += len(content)
+                if passed > self.after_bytes and self._may_cut():
+                    break
+                target.sendall(content)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _may_cut(self) -> bool:
+        with self._lock:
+            if self.cuts == self.num_cuts:
+                return False
+            self.cuts += 1
+            return True
