@@ -14,7 +14,8 @@ class StepResult:
     to the loss that is minimised (load balance and z-losses times their factors, over all layers), which `loss` does
     not contain; `mtp_loss` the mean over the modules of multi-token prediction, per token of the batch too, which
     neither contains. With fp16 `loss_scale` is what losses were multiplied by; where that was too much `grad_norm` is
-    not finite and all ranks `skipped` the update.
+    not finite and all ranks `skipped` the update. `learning_rate` is the rate of the step, `num_microbatches` how many
+    microbatches the data-parallel rank with most had.
     """
 
     step: int
@@ -27,3 +28,5 @@ class StepResult:
     mtp_loss: float = 0.0
     loss_scale: float = 1.0
     skipped: bool = False
+    learning_rate: float = 0.0
+    num_microbatches: int = 1

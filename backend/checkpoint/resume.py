@@ -177,7 +177,7 @@ def problem_of(plan: AnyPlan) -> dict[str, dict[str, Any]]:
         "train": {
             name: value
             for name, value in asdict(plan.train).items()
-            if name not in ("steps", "data", "load", "timeout_s")
+            if name not in ("steps", "data", "load", "timeout_s", "eval_every")
         },
     }
     return dict(json.loads(json.dumps(sections)))

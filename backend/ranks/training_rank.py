@@ -258,6 +258,8 @@ class TrainingRank:
             mtp_loss=mtp_loss,
             loss_scale=scale,
             skipped=not math.isfinite(norm),
+            learning_rate=self.plan.train.learning_rate,
+            num_microbatches=self.plan.num_microbatches,
         )
         return result, trace.spans
 

@@ -18,6 +18,7 @@ from ..machine.cluster import ClusterSpec
 from ..machine.variation import Variation
 from ..model.model import ModelSpec
 from .communicators import Communicators
+from .log import Log
 from .sections import (
     Batch,
     Checkpoint,
@@ -62,6 +63,7 @@ NOUNS: Mapping[str, type] = {
     "communicators": Communicators,
     "train": Train,
     "checkpoint": Checkpoint,
+    "log": Log,
     "variation": Variation,
 }
 """Section -> the noun it fills, in the order in which a plan file is written."""
@@ -153,7 +155,7 @@ def _own_keys(section: str) -> Iterator[Key]:
 
 _LISTED = (
     *("model", "cluster", "layout", "runtime", "batch", "precision", "recompute", "offload", "schedule", "numerics"),
-    *("optimizer", "train", "checkpoint", "data_parallel", "communicators", "variation"),
+    *("optimizer", "train", "checkpoint", "log", "data_parallel", "communicators", "variation"),
 )
 """The sections in the order in which `shardproof presets keys` lists them."""
 

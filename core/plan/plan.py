@@ -34,6 +34,7 @@ from ..schedule.placement import Placement
 from .build import plan_sections
 from .build_modules import modular_sections
 from .communicators import Communicators
+from .log import Log
 from .module import Module, ModuleLayout
 from .rules import broken_rules
 from .schedule_choice import chosen_placement, microbatch_multiple
@@ -83,6 +84,7 @@ class Plan:
     communicators: Communicators = field(default=_plain(Communicators))
     train: Train = field(default=_plain(Train))
     checkpoint: Checkpoint = field(default=_plain(Checkpoint))
+    log: Log = field(default=_plain(Log))
     variation: Variation = field(default=_plain(Variation))
     offload: Offload = field(default=_plain(Offload))
 
@@ -345,6 +347,7 @@ class ModularPlan:
     communicators: Communicators = field(default=_plain(Communicators))
     train: Train = field(default=_plain(Train))
     checkpoint: Checkpoint = field(default=_plain(Checkpoint))
+    log: Log = field(default=_plain(Log))
     variation: Variation = field(default=_plain(Variation))
     offload: Offload = field(default=_plain(Offload))
 

@@ -589,6 +589,14 @@ class Train(Bounded, section="train"):
         more="It adds where an expert had less than its even share of the tokens, and takes where it had more.",
         read_by="backend.ranks.training_rank",
     )
+    eval_every: int | None = option(
+        "steps between two held-out losses",
+        default=None,
+        minimum=1,
+        default_note="four of them, evenly spread",
+        more="There is one before the first step and one after the last, too.",
+        read_by="backend.trainer",
+    )
     timeout_s: float = option(
         "without any rank ending an action, after which all are ended",
         default=1800.0,

@@ -1,0 +1,79 @@
+"""`RunLog`: what a rank does after each step so that the run can be seen."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.plan.plan import AnyPlan
+from ...core.schedule.timeline import Span
+from ..base.step_result import StepResult
+from ..transport.base import Transport
+from .lines import Lines
+from .metrics import MetricsFile, row_of
+from .shown import Shown
+from .writer import Writer
+
+
+class RunLog(AbstractContextManager["RunLog"]):
+    """One run as rank 0 writes it down. All ranks make one, and call `step` together.
+
+    `first` is how many steps are done, `num_steps` how many there are to be; `first_validation` is the held-out loss
+    before the first, where it was taken.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        plan: AnyPlan,
+        shown: Shown,
+        *,
+        first: int,
+        num_steps: int,
+        first_validation: float | None = None,
+    ):
+        self._shown = shown
+        self._device = transport.device
+        self._more: dict[str, Any] = {}
+        if first_validation is not None:
+            self._more["validation_loss_before"] = first_validation
+        self._writers = _writers(plan, shown, first, num_steps) if transport.global_rank == 0 else []
+
+    def step(self, result: StepResult, spans: Sequence[Span]) -> None:
+        """A step is done, and these are the spans of this rank."""
+        if not self._writers:
+            return
+        row = row_of(result, self._shown.prediction, held_bytes(self._device), self._more)
+        self._more = {}
+        for writer in self._writers:
+            writer.add(result, row)
+
+    def __exit__(self, *raised: object) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def _writers(plan: AnyPlan, shown: Shown, first: int, num_steps: int) -> list[Writer]:
+    writers: list[Writer] = []
+    if shown.metrics is not None:
+        writers.append(MetricsFile(shown.metrics, first))
+    if shown.display != "none":
+        writers.append(Lines(num_steps, plan.log.every))
+    return writers
+
+
+def held_bytes(device: torch.device) -> int:
+    """What this rank holds: on a GPU the most that torch has had allocated there, else the resident memory of its
+    process, or the most it has been where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
