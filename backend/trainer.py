@@ -375,6 +375,7 @@ def run_steps(
     from .pipeline.measure import gather_recorded
     from .ranks.rank_of_plan import training_rank
     from .seeing.run_log import RunLog
+    from .seeing.sampling import sampled
     from .transport.gather_values import gather_values
 
     steps = plan.train.steps if steps is None else steps
@@ -424,7 +425,7 @@ def run_steps(
             results.append(result)
             if on_step is not None and transport.global_rank == 0:
                 on_step(result)
-            log.step(result, spans)
+            log.step(result, spans, sampled(rank, plan, world, step + 1))
             if checkpoints is not None and checkpoints.is_due(step + 1, last=step + 1 == steps):
                 checkpoints.save(step + 1, rank)
     rank.settle()

@@ -42,6 +42,11 @@ def _unsupported(plan: Plan) -> list[str]:
         )
         if wrong
     ]
+    if plan.train.sample_every is not None and plan.runtime.cuda_graphs:
+        problems.append(
+            f"train.sample_every={plan.train.sample_every} reads logits, which captured steps do not show. Leave it "
+            "out, or use runtime.cuda_graphs=false."
+        )
     problems += _unsupported_pairs(plan)
     problems += unknown_ids(plan)
     return problems + _unsupported_schedule(plan)

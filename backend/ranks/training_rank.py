@@ -24,6 +24,7 @@ from ...core.schedule import lower
 from ...core.schedule.timeline import Span
 from ..base.host_copies import HostCopies
 from ..base.loss_scale import LossScale
+from ..base.microbatch import Microbatch
 from ..base.observe import Observer
 from ..base.offloaded_moments import num_offloaded
 from ..base.optimizer import Held, ShardedAdamW, clip_coefficient
@@ -45,10 +46,10 @@ from ..gradients.parameter import Shard
 from ..huggingface.load import load_weights
 from ..model.block import BlockFactory
 from ..model.router import Router, reduce_counts
-from ..model.transformer import Stage
+from ..model.transformer import Head, Stage
 from ..numerics import Numerics, make_numerics
 from ..pipeline.activations import ActivationMeter, MemoryMeter
-from ..pipeline.executor import Executor
+from ..pipeline.executor import Executor, Trace
 from ..pipeline.graphs import StepGraphs
 from ..pipeline.messages import Clock, MessageChannel
 from ..pipeline.overlap import PairRunner
@@ -265,10 +266,7 @@ class TrainingRank:
 
     def evaluate(self) -> float:
         """Mean loss per token of the first held-out global batch, by the forwards of the same pipeline."""
-        batch = self.batches.validation()
-        self.transport.watch.phase = VALIDATION
-        with self._evaluating(), self._walk("validation"):
-            trace = self.executor.evaluate(batch, clock=self.clock)
+        trace = self.forwards(self.batches.validation())
         loss = float(self.totals.mean_loss(trace.token_losses, self.batches.num_counted))
         if not math.isfinite(loss) and not self.skips_not_finite:
             raise DivergedError(
@@ -278,6 +276,17 @@ class TrainingRank:
         if self.observer is not None:
             self.observer.scalar("validation_loss", loss)
         return loss
+
+    def forwards(self, batch: Sequence[Microbatch]) -> Trace:
+        """What the forwards of the pipeline make of a batch, without gradients."""
+        self.transport.watch.phase = VALIDATION
+        with self._evaluating(), self._walk("validation"):
+            return self.executor.evaluate(batch, clock=self.clock)
+
+    @property
+    def head(self) -> Head | None:
+        """The head, on ranks that have the last stage."""
+        return next((stage.head for stage in self.stages.values() if stage.head is not None), None)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TextIO
 
@@ -22,9 +23,16 @@ class Lines:
         done = result.step + 1
         if done % self._every == 0 or done == self._num_steps or result.validation_loss is not None:
             say(step_line(self._num_steps, result), self._stream, flush=True)
+        if (sample := row.get("sample")) is not None:
+            say(sample_line(sample["prompt"], sample["text"]), self._stream, flush=True)
 
     def close(self) -> None:
         """Lines stay."""
+
+
+def sample_line(prompt: str, text: str) -> str:
+    """A text from the model behind what it goes on with, on one line."""
+    return f"sample: {json.dumps(prompt, ensure_ascii=False)} goes on {json.dumps(text, ensure_ascii=False)}"
 
 
 def step_line(num_steps: int, result: StepResult) -> str:

@@ -17,6 +17,7 @@ from ..base.step_result import StepResult
 from ..transport.base import Transport
 from .lines import Lines
 from .metrics import MetricsFile, row_of
+from .sampling import Sample
 from .shown import Shown
 from .writer import Writer
 
@@ -45,10 +46,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             self._more["validation_loss_before"] = first_validation
         self._writers = _writers(plan, shown, first, num_steps) if transport.global_rank == 0 else []
 
-    def step(self, result: StepResult, spans: Sequence[Span]) -> None:
-        """A step is done, and these are the spans of this rank."""
+    def step(self, result: StepResult, spans: Sequence[Span], sample: Sample | None = None) -> None:
+        """A step is done, these are the spans of this rank, and that is what the model says after it."""
         if not self._writers:
             return
+        if sample is not None:
+            self._more["sample"] = {"prompt": sample.prompt, "text": sample.text}
         row = row_of(result, self._shown.prediction, held_bytes(self._device), self._more)
         self._more = {}
         for writer in self._writers:
