@@ -29,6 +29,7 @@ from .unsupported import unsupported
 from .watch.rank_messages import ON_GPUS
 
 TIMELINE_SUFFIX = ".timeline.json"
+SHOW_CURSOR = "\x1b[?25h"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = trainer.fit()
     except RankFailure as failure:
+        if _display() == "live":  # a rank that was killed leaves the terminal without its cursor
+            print(SHOW_CURSOR, end="", file=sys.stderr, flush=True)
         _write_failure(failure, args.failure_report)
         raise
     if os.environ.get("RANK", "0") == "0":
@@ -161,8 +164,9 @@ TRAIN = Command(
 
 
 def _display() -> Display:
-    """How steps are shown: standard output is for the result alone."""
-    return "lines"
+    """How steps are shown on standard error: standard output is for the result alone."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stderr.isatty()
+    return "lines" if plain else "live"
 
 
 def resumption_text(plan: AnyPlan, resumption: Resumption | None) -> str:

@@ -16,6 +16,7 @@ from ...core.schedule.timeline import Span
 from ..base.step_result import StepResult
 from ..transport.base import Transport
 from .lines import Lines
+from .live import Live
 from .metrics import MetricsFile, row_of
 from .sampling import Sample
 from .shown import Shown
@@ -66,7 +67,9 @@ def _writers(plan: AnyPlan, shown: Shown, first: int, num_steps: int) -> list[Wr
     writers: list[Writer] = []
     if shown.metrics is not None:
         writers.append(MetricsFile(shown.metrics, first))
-    if shown.display != "none":
+    if shown.display == "live":
+        writers.append(Live(f"{plan.title} on {plan.world_size} ranks, {plan.degrees}", num_steps))
+    elif shown.display == "lines":
         writers.append(Lines(num_steps, plan.log.every))
     return writers
 
