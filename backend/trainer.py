@@ -414,11 +414,12 @@ def run_steps(
         first_validation=validation_losses.get(0),
     ) as log:
         for step in range(first, steps):
-            if step == steps - 1:
-                result, recorded = _step_ending_at_ctrl_c(rank, step, transport, world, live_memory=live_memory)
-                spans = recorded[0]
-            else:
-                result, spans = rank.step(step)
+            with log.stepping():
+                if step == steps - 1:
+                    result, recorded = _step_ending_at_ctrl_c(rank, step, transport, world, live_memory=live_memory)
+                    spans = recorded[0]
+                else:
+                    result, spans = rank.step(step)
             if step + 1 in validate_at:
                 validation_losses[step + 1] = rank.evaluate()
                 result = replace(result, validation_loss=validation_losses[step + 1])

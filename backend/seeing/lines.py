@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 from ...core.base.terminal import say
 from ..base.step_result import StepResult
 from .metrics import Row
+from .stragglers import straggler_line
 
 
 class Lines:
@@ -23,16 +25,25 @@ class Lines:
         done = result.step + 1
         if done % self._every == 0 or done == self._num_steps or result.validation_loss is not None:
             say(step_line(self._num_steps, result), self._stream, flush=True)
-        if (sample := row.get("sample")) is not None:
-            say(sample_line(sample["prompt"], sample["text"]), self._stream, flush=True)
+        for line in more_lines(row):
+            say(line, self._stream, flush=True)
 
     def close(self) -> None:
         """Lines stay."""
 
 
-def sample_line(prompt: str, text: str) -> str:
-    """A text from the model behind what it goes on with, on one line."""
-    return f"sample: {json.dumps(prompt, ensure_ascii=False)} goes on {json.dumps(text, ensure_ascii=False)}"
+def more_lines(row: Row) -> Iterator[str]:
+    """What is said of a step besides its line: timers, who is slow, and text from the model."""
+    if timers := row.get("timers"):
+        yield "timers, least/middle/most over ranks: " + ", ".join(
+            f"{name} {'/'.join(f'{seconds * 1e3:.3g}' for seconds in over_ranks)} ms"
+            for name, over_ranks in timers.items()
+        )
+    if straggler := row.get("straggler"):
+        yield straggler_line(straggler)
+    if sample := row.get("sample"):
+        prompt, text = (json.dumps(sample[part], ensure_ascii=False) for part in ("prompt", "text"))
+        yield f"sample: {prompt} goes on {text}"
 
 
 def step_line(num_steps: int, result: StepResult) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 from ...core.base.names import printable
 from ...core.base.units import format_bytes, format_s
 from ..base.step_result import StepResult
-from .lines import sample_line, step_line
+from .lines import more_lines, step_line
 from .metrics import Row
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class Live:
         left = self._num_steps - row["step"]
         if result.validation_loss is not None or left == 0:
             self._above(step_line(self._num_steps, result))
-        if (sample := row.get("sample")) is not None:
-            self._above(sample_line(sample["prompt"], sample["text"]))
+        for line in more_lines({**row, "timers": None}):
+            self._above(line)
         self._shown.update(_table(self._title, self._num_steps, row, left * self._mean_s), refresh=True)
 
     def close(self) -> None:

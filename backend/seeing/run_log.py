@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from .live import Live
 from .metrics import MetricsFile, row_of
 from .sampling import Sample
 from .shown import Shown
+from .timers import Timers
 from .writer import Writer
 
 
@@ -43,12 +44,22 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._shown = shown
         self._device = transport.device
         self._more: dict[str, Any] = {}
+        self._every, self._num_steps = plan.log.every, num_steps
+        self._timers = Timers(transport, plan) if plan.log.timers else None
         if first_validation is not None:
             self._more["validation_loss_before"] = first_validation
         self._writers = _writers(plan, shown, first, num_steps) if transport.global_rank == 0 else []
 
+    def stepping(self) -> AbstractContextManager[None]:
+        """Around each step of this rank."""
+        return nullcontext() if self._timers is None else self._timers.stepping()
+
     def step(self, result: StepResult, spans: Sequence[Span], sample: Sample | None = None) -> None:
         """A step is done, these are the spans of this rank, and that is what the model says after it."""
+        if self._timers is not None:
+            self._timers.add(spans)
+            if (result.step + 1) % self._every == 0 or result.step + 1 == self._num_steps:
+                self._more.update(self._timers.report())  # of all ranks, which come here together
         if not self._writers:
             return
         if sample is not None:

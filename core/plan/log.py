@@ -24,3 +24,11 @@ class Log(Bounded, section="log"):
         more="A run that is resumed goes on with it; one from the start begins it anew.",
         read_by="backend.seeing.metrics",
     )
+    timers: int = option(
+        "0: none; 1: seconds by kind of action over all ranks, and who is slow; 2: by stage too",
+        default=0,
+        minimum=0,
+        maximum=2,
+        more="They are taken every `log.every` steps. On 0 no rank takes or sends anything.",
+        read_by="backend.seeing.run_log",
+    )
