@@ -27,6 +27,7 @@ from .launching.torchrun import failed, gave_up, torchrun_transport, under_torch
 from .memory_check import check_memory
 from .seeing.metrics import check_place, place_of
 from .seeing.prediction import predicted
+from .seeing.services import check_services
 from .seeing.shown import Display, Shown
 from .unsupported import unsupported
 from .watch.rank_messages import ON_GPUS, TransportName
@@ -169,6 +170,7 @@ class Trainer:
         if save_huggingface is not None:
             check_save(only_model(plan, "save_huggingface"), save_huggingface)
         check_place(plan)
+        check_services(plan)
         self.plan = plan
         self.groups = groups
         self._seen: tuple[str | None, Display] = place_of(plan, metrics), display

@@ -19,6 +19,7 @@ from .lines import Lines
 from .live import Live
 from .metrics import MetricsFile, row_of
 from .sampling import Sample
+from .services import services
 from .shown import Shown
 from .timers import Timers
 from .writer import Writer
@@ -78,6 +79,7 @@ def _writers(plan: AnyPlan, shown: Shown, first: int, num_steps: int) -> list[Wr
     writers: list[Writer] = []
     if shown.metrics is not None:
         writers.append(MetricsFile(shown.metrics, first))
+    writers += services(plan, first)
     if shown.display == "live":
         writers.append(Live(f"{plan.title} on {plan.world_size} ranks, {plan.degrees}", num_steps))
     elif shown.display == "lines":

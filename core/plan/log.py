@@ -24,6 +24,22 @@ class Log(Bounded, section="log"):
         more="A run that is resumed goes on with it; one from the start begins it anew.",
         read_by="backend.seeing.metrics",
     )
+    tensorboard: str | None = option(
+        "the folder of an event file for TensorBoard",
+        default=None,
+        kind="path",
+        default_note="none",
+        more="Needs the extra `tensorboard`.",
+        read_by="backend.seeing.services",
+    )
+    wandb: str | None = option(
+        "the project that Weights & Biases files the run under",
+        default=None,
+        default_note="none",
+        more="Needs the package `wandb`. Where it sends the run to, or that it sends nothing, are its own settings "
+        "(WANDB_MODE=offline).",
+        read_by="backend.seeing.services",
+    )
     timers: int = option(
         "0: none; 1: seconds by kind of action over all ranks, and who is slow; 2: by stage too",
         default=0,
