@@ -410,7 +410,7 @@ def run_steps(
     with RunLog(
         transport,
         plan,
-        Shown() if shown is None else shown,
+        shown,
         first=first,
         num_steps=steps,
         first_validation=validation_losses.get(0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 
 import torch
 
+from ...core.base.terminal import say
 from ...core.plan.plan import AnyPlan
 from ...core.schedule.timeline import Span
 from ..base.step_result import StepResult
 from ..transport.base import Transport
+from .energy import Energy
+from .header import header_lines
 from .lines import Lines
 from .live import Live
 from .metrics import MetricsFile, row_of
@@ -28,7 +32,8 @@ from .writer import Writer
 class RunLog(AbstractContextManager["RunLog"]):
     """One run as rank 0 writes it down. All ranks make one, and call `step` together.
 
-    `first` is how many steps are done, `num_steps` how many there are to be; `first_validation` is the held-out loss
+    `shown` says what is to be seen, None that nothing is, and no rank sends anything. `first` is how many steps are
+    done, `num_steps` how many there are to be; `first_validation` is the held-out loss
     before the first, where it was taken.
     """
 
@@ -36,20 +41,27 @@ class RunLog(AbstractContextManager["RunLog"]):
         self,
         transport: Transport,
         plan: AnyPlan,
-        shown: Shown,
+        shown: Shown | None,
         *,
         first: int,
         num_steps: int,
         first_validation: float | None = None,
     ):
-        self._shown = shown
+        self._prediction = None if shown is None else shown.prediction
         self._device = transport.device
         self._more: dict[str, Any] = {}
         self._every, self._num_steps = plan.log.every, num_steps
-        self._timers = Timers(transport, plan) if plan.log.timers else None
+        self._num_tokens = 0
+        self._timers = Timers(transport, plan) if plan.log.timers and shown is not None else None
+        self._energy = Energy(transport) if plan.log.energy and shown is not None else None
+        self._writers: list[Writer] = []
+        if shown is not None and transport.global_rank == 0:
+            if shown.display != "none":
+                for line in header_lines(shown, None if self._energy is None else self._energy.reason):
+                    say(line, sys.stderr)
+            self._writers = _writers(plan, shown, first, num_steps)
         if first_validation is not None:
             self._more["validation_loss_before"] = first_validation
-        self._writers = _writers(plan, shown, first, num_steps) if transport.global_rank == 0 else []
 
     def stepping(self) -> AbstractContextManager[None]:
         """Around each step of this rank."""
@@ -57,18 +69,28 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def step(self, result: StepResult, spans: Sequence[Span], sample: Sample | None = None) -> None:
         """A step is done, these are the spans of this rank, and that is what the model says after it."""
+        self._num_tokens += result.num_tokens
         if self._timers is not None:
             self._timers.add(spans)
-            if (result.step + 1) % self._every == 0 or result.step + 1 == self._num_steps:
-                self._more.update(self._timers.report())  # of all ranks, which come here together
+        if (result.step + 1) % self._every == 0 or result.step + 1 == self._num_steps:
+            self._of_all_ranks()
         if not self._writers:
             return
         if sample is not None:
             self._more["sample"] = {"prompt": sample.prompt, "text": sample.text}
-        row = row_of(result, self._shown.prediction, held_bytes(self._device), self._more)
+        row = row_of(result, self._prediction, held_bytes(self._device), self._more)
         self._more = {}
         for writer in self._writers:
             writer.add(result, row)
+
+    def _of_all_ranks(self) -> None:
+        """What all ranks say of the steps since the last time, who come here together."""
+        if self._timers is not None:
+            self._more.update(self._timers.report())
+        joules = None if self._energy is None else self._energy.spent()
+        if joules is not None:
+            self._more.update(energy_joules=joules, joules_per_token=joules / self._num_tokens)
+        self._num_tokens = 0
 
     def __exit__(self, *raised: object) -> None:
         for writer in self._writers:

@@ -24,6 +24,12 @@ class Log(Bounded, section="log"):
         more="A run that is resumed goes on with it; one from the start begins it anew.",
         read_by="backend.seeing.metrics",
     )
+    energy: bool = option(
+        "joules of processors (RAPL) and GPUs (NVML), where they can be read",
+        default=True,
+        more="They are read every `log.every` steps; GPUs need the extra `energy`.",
+        read_by="backend.seeing.run_log",
+    )
     tensorboard: str | None = option(
         "the folder of an event file for TensorBoard",
         default=None,
