@@ -22,6 +22,7 @@ from .data.vocabulary import no_bytes
 from .dry_run import dry_run_report, dry_run_text, planned_products
 from .group_transports import group_transports
 from .huggingface.config import check_load, check_save
+from .seeing.experimental import experimental_lines
 from .seeing.metrics import ELSEWHERE
 from .seeing.shown import Display
 from .trainer import Trainer, TrainResult, usual_transport
@@ -102,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         for notice in tokens:
             say(f"without --dry-run this is refused: {notice}", sys.stderr)
         transport = args.transport or usual_transport(plan)
+        for line in experimental_lines(plan, transport):
+            say(line, sys.stderr)
         ways, products = (
             group_transports(plan, transport, os.environ),
             planned_products(plan, on_gpus=transport in ON_GPUS),

@@ -25,6 +25,7 @@ from .huggingface.config import check_load, check_save
 from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, torchrun_transport, under_torchrun
 from .memory_check import check_memory
+from .seeing.experimental import experimental_lines
 from .seeing.metrics import check_place, place_of
 from .seeing.prediction import predicted
 from .seeing.services import check_services
@@ -175,6 +176,7 @@ class Trainer:
         self.groups = groups
         self._seen: tuple[str | None, Display] = place_of(plan, metrics), display
         self.transport = transport or usual_transport(plan)
+        self.experimental = experimental_lines(plan, self.transport)
         path = None if self.resumption is None else str(self.resumption.saved.path)
         self._job = TrainJob(
             plan, model, on_step, observer, live_memory=live_memory, save_huggingface=save_huggingface, resume=path
@@ -213,7 +215,8 @@ class Trainer:
         """What is to be seen of the run; rank 0 alone needs the step that is expected."""
         metrics, display = self._seen
         leads = os.environ.get("RANK", "0") == "0"
-        return Shown(metrics, display, predicted(self.plan, self.transport) if leads else None)
+        prediction = predicted(self.plan, self.transport) if leads else None
+        return Shown(metrics, display, prediction, self.experimental)
 
     def _fit_as_rank(self) -> TrainResult:
         """This process is one of the ranks; torchrun sees to the others."""

@@ -14,5 +14,6 @@ def header_lines(shown: Shown, no_energy: str | None) -> Iterator[str]:
         yield f"metrics: {shown.metrics}"
     if (prediction := shown.prediction) is not None:
         yield f"predicted step: {format_s(prediction.step_time_s)} on {prediction.cluster}"
+    yield from shown.experimental
     if no_energy:
         yield f"energy: not measured, since {no_energy}"

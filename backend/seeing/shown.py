@@ -14,8 +14,9 @@ Display = Literal["none", "lines", "live"]
 @dataclass(frozen=True)
 class Shown:
     """Where a run's metrics go (None: nowhere), on what display, and the step that is expected
-    (`prediction.predicted`). It can be pickled."""
+    (`prediction.predicted`), and what is said of what is experimental. It can be pickled."""
 
     metrics: str | None = None
     display: Display = "none"
     prediction: Prediction | None = None
+    experimental: tuple[str, ...] = ()

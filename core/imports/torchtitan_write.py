@@ -37,6 +37,7 @@ _WHYS = {
     "train.data": "which text is learned is training.dataset, of a name that torchtitan knows",
     "checkpoint": "torchtitan has checkpoints of its own, at an interval",
     "log": "what a run shows of its steps changes none of them",
+    "experimental": "it is about what our own backend has not yet proved in use",
     "batch.micro": "a rank's batch is whole microbatches",
 }
 _USUAL = "torchtitan has no setting for it"

@@ -18,6 +18,7 @@ from ..machine.cluster import ClusterSpec
 from ..machine.variation import Variation
 from ..model.model import ModelSpec
 from .communicators import Communicators
+from .experimental import Experimental
 from .log import Log
 from .sections import (
     Batch,
@@ -64,6 +65,7 @@ NOUNS: Mapping[str, type] = {
     "train": Train,
     "checkpoint": Checkpoint,
     "log": Log,
+    "experimental": Experimental,
     "variation": Variation,
 }
 """Section -> the noun it fills, in the order in which a plan file is written."""
@@ -155,7 +157,8 @@ def _own_keys(section: str) -> Iterator[Key]:
 
 _LISTED = (
     *("model", "cluster", "layout", "runtime", "batch", "precision", "recompute", "offload", "schedule", "numerics"),
-    *("optimizer", "train", "checkpoint", "log", "data_parallel", "communicators", "variation"),
+    *("optimizer", "train", "checkpoint", "log", "experimental"),
+    *("data_parallel", "communicators", "variation"),
 )
 """The sections in the order in which `shardproof presets keys` lists them."""
 

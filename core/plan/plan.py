@@ -34,6 +34,7 @@ from ..schedule.placement import Placement
 from .build import plan_sections
 from .build_modules import modular_sections
 from .communicators import Communicators
+from .experimental import Experimental
 from .log import Log
 from .module import Module, ModuleLayout
 from .rules import broken_rules
@@ -85,6 +86,7 @@ class Plan:
     train: Train = field(default=_plain(Train))
     checkpoint: Checkpoint = field(default=_plain(Checkpoint))
     log: Log = field(default=_plain(Log))
+    experimental: Experimental = field(default=_plain(Experimental))
     variation: Variation = field(default=_plain(Variation))
     offload: Offload = field(default=_plain(Offload))
 
@@ -348,6 +350,7 @@ class ModularPlan:
     train: Train = field(default=_plain(Train))
     checkpoint: Checkpoint = field(default=_plain(Checkpoint))
     log: Log = field(default=_plain(Log))
+    experimental: Experimental = field(default=_plain(Experimental))
     variation: Variation = field(default=_plain(Variation))
     offload: Offload = field(default=_plain(Offload))
 
