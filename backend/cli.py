@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
 import json
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..core.base.errors import FileError, MissingExtraError, PlanError, RankFailure, ScheduleError
 from ..core.base.files import write_text
@@ -26,14 +24,15 @@ from .data.vocabulary import no_bytes
 from .dry_run import dry_run_report, dry_run_text, planned_products
 from .group_transports import group_transports
 from .huggingface.config import check_load, check_save
+from .seeing.experimental import experimental_lines
+from .seeing.metrics import ELSEWHERE
+from .seeing.shown import Display
 from .trainer import Trainer, TrainResult, usual_transport
 from .unsupported import unsupported
 from .watch.rank_messages import ON_GPUS
 
-if TYPE_CHECKING:
-    from .base.step_result import StepResult
-
 TIMELINE_SUFFIX = ".timeline.json"
+SHOW_CURSOR = "\x1b[?25h"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
         for notice in tokens:
             say(f"without --dry-run this is refused: {notice}", sys.stderr)
         transport = args.transport or usual_transport(plan)
+        for line in experimental_lines(plan, transport):
+            say(line, sys.stderr)
         ways, products = (
             group_transports(plan, transport, os.environ),
             planned_products(plan, on_gpus=transport in ON_GPUS),
@@ -116,14 +117,14 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("train needs torch, which is not installed. Run `pip install 'shardproof[train]'`.")
     _check_writable(args.output)
-    report_step = functools.partial(print_step, plan.train.steps)
     trainer = Trainer(
         plan,
         transport=args.transport,
-        on_step=report_step,
         live_memory=args.live_memory,
         save_huggingface=args.save_huggingface,
         resume=args.resume,
+        metrics=ELSEWHERE,
+        display=_display(),
         observer=None if args.ledger is None else service("ledger_observers")(plan, args.ledger),
     )
     left = plan.train.steps - (0 if trainer.resumption is None else trainer.resumption.saved.steps)
@@ -137,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = trainer.fit()
     except RankFailure as failure:
+        if _display() == "live":  # a rank that was killed leaves the terminal without its cursor
+            print(SHOW_CURSOR, end="", file=sys.stderr, flush=True)
         _write_failure(failure, args.failure_report)
         raise
     if os.environ.get("RANK", "0") == "0":
@@ -168,17 +171,10 @@ TRAIN = Command(
 )
 
 
-def print_step(num_steps: int, result: StepResult) -> None:
-    """One progress line on standard error; called on global rank 0."""
-    validation = "" if result.validation_loss is None else f"  validation loss {result.validation_loss:.4f}"
-    aux = f"  aux loss {result.aux_loss:.4f}" if result.aux_loss else ""
-    skipped = f"  skipped: losses times {result.loss_scale:g} overflow" if result.skipped else ""
-    say(
-        f"step {result.step + 1}/{num_steps}  loss {result.loss:.4f}{aux}  grad norm {result.grad_norm:.3f}  "
-        f"{result.num_tokens / result.elapsed_s:,.0f} tokens/s{validation}{skipped}",
-        sys.stderr,
-        flush=True,
-    )
+def _display() -> Display:
+    """How steps are shown on standard error: standard output is for the result alone."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stderr.isatty()
+    return "lines" if plain else "live"
 
 
 def resumption_text(plan: AnyPlan, resumption: Resumption | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,11 @@ from .huggingface.config import check_load, check_save
 from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, set_up_within, torchrun_transport, under_torchrun
 from .memory_check import check_memory
+from .seeing.experimental import experimental_lines
+from .seeing.metrics import check_place, place_of
+from .seeing.prediction import predicted
+from .seeing.services import check_services
+from .seeing.shown import Display, Shown
 from .unsupported import unsupported
 from .watch.rank_messages import ON_GPUS, TransportName
 from .watch.stop import stopping_here
@@ -49,7 +55,8 @@ class TrainJob:
 
     `on_step` is called with each `StepResult` on global rank 0, in that rank's process. `validate` adds the held-out
     losses; `live_memory` counts every tensor storage of the last step, which slows that step down; `save_huggingface`
-    is the folder that the trained weights are written to, `resume` the checkpoint that training goes on from.
+    is the folder that the trained weights are written to, `resume` the checkpoint that training goes on from. `shown`
+    is what is to be seen of its steps.
     """
 
     plan: AnyPlan
@@ -60,6 +67,7 @@ class TrainJob:
     live_memory: bool = False
     save_huggingface: str | None = None
     resume: str | None = None
+    shown: Shown | None = None
 
 
 @dataclass(frozen=True)
@@ -147,9 +155,10 @@ class Trainer:
     checkpoint in the plan's `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from
     the start. `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the
     numbers of a rank. `groups` are process groups of torch by axis that this process, a rank in which torch.distributed
-    is initialised, is a member of: they are used in place of new ones. Raises `PlanError` at once for a plan that the
-    backend does not run, whose model is not one of bytes, that loads or saves what Hugging Face files do not hold, or
-    that does not go on from what its `checkpoint.folder` holds."""
+    is initialised, is a member of: they are used in place of new ones. What every step came to goes to the file that
+    `seeing.metrics.place_of` says, or else to `metrics`, and to `display` on standard error. Raises `PlanError` at
+    once for a plan that the backend does not run, whose model is not one of bytes, that loads or saves what Hugging
+    Face files do not hold, or that does not go on from what its `checkpoint.folder` holds."""
 
     def __init__(
         self,
@@ -163,6 +172,8 @@ class Trainer:
         resume: bool = False,
         observer: Callable[[int], Observer | None] | None = None,
         groups: Mapping[str, dist.ProcessGroup] | None = None,
+        metrics: str | None = None,
+        display: Display = "none",
     ):
         if groups is not None:
             _check_groups(plan, groups)
@@ -173,9 +184,13 @@ class Trainer:
             check_load(part)
         if save_huggingface is not None:
             check_save(only_model(plan, "save_huggingface"), save_huggingface)
+        check_place(plan)
+        check_services(plan)
         self.plan = plan
         self.groups = groups
+        self._seen: tuple[str | None, Display] = place_of(plan, metrics), display
         self.transport = transport or usual_transport(plan)
+        self.experimental = experimental_lines(plan, self.transport)
         path = None if self.resumption is None else str(self.resumption.saved.path)
         self._job = TrainJob(
             plan, model, on_step, observer, live_memory=live_memory, save_huggingface=save_huggingface, resume=path
@@ -186,6 +201,7 @@ class Trainer:
         names the rank when one ends before its work is done."""
         if warning := check_memory(self.plan, self.transport):
             say(f"warning: {warning}", sys.stderr)
+        self._job = replace(self._job, shown=self._shown())
         if self.groups is not None or under_torchrun():
             return self._fit_as_rank()
         _check_picklable(self._job)
@@ -210,6 +226,13 @@ class Trainer:
                 raise failure.__cause__ from None
             raise
         return self._result(ranks[0])
+
+    def _shown(self) -> Shown:
+        """What is to be seen of the run; rank 0 alone needs the step that is expected."""
+        metrics, display = self._seen
+        leads = os.environ.get("RANK", "0") == "0"
+        prediction = predicted(self.plan, self.transport) if leads else None
+        return Shown(metrics, display, prediction, self.experimental)
 
     def _fit_as_rank(self) -> TrainResult:
         """This process is one of the ranks; torchrun sees to the others."""
@@ -297,12 +320,15 @@ def _check_picklable(job: TrainJob) -> None:
             ) from error
 
 
-def validation_points(steps: int) -> tuple[int, ...]:
-    """After how many steps the held-out loss is taken: before the first, after the last, and evenly between.
+def validation_points(steps: int, every: int | None = None) -> tuple[int, ...]:
+    """After how many steps the held-out loss is taken: before the first, after the last, and between them after `every`
+    so many, or four times evenly.
 
-    >>> validation_points(20), validation_points(2)
-    ((0, 5, 10, 15, 20), (0, 1, 2))
+    >>> validation_points(20), validation_points(2), validation_points(20, 8)
+    ((0, 5, 10, 15, 20), (0, 1, 2), (0, 8, 16, 20))
     """
+    if every is not None:
+        return (*range(0, steps, every), steps)
     return tuple(sorted({-(-steps * i // NUM_VALIDATIONS) for i in range(NUM_VALIDATIONS + 1)}))
 
 
@@ -336,6 +362,7 @@ def train_rank(transport: Transport, job: TrainJob) -> RankResult:
             live_memory=job.live_memory,
             save_huggingface=job.save_huggingface,
             resume=job.resume,
+            shown=job.shown,
         )
 
 
@@ -373,13 +400,17 @@ def run_steps(
     live_memory: bool = False,
     save_huggingface: str | None = None,
     resume: str | None = None,
+    shown: Shown | None = None,
 ) -> RankResult:
     """`steps` optimizer steps (by default the plan's) on one rank; all ranks of the plan's world call it together. With
     `resume` those that the checkpoint has behind it are among them; a run that saves is left when `transport.stop` says
-    so. The weights then go to the folder `save_huggingface`, if it is given and all steps were done."""
+    so. The weights then go to the folder `save_huggingface`, if it is given and all steps were done. `shown` says what
+    is to be seen of the steps; by default nothing is."""
     from .huggingface.save import check_complete, save_weights
     from .pipeline.measure import gather_recorded
     from .ranks.rank_of_plan import training_rank
+    from .seeing.run_log import RunLog
+    from .seeing.sampling import sampled
     from .transport.gather_values import gather_values
 
     steps = plan.train.steps if steps is None else steps
@@ -405,25 +436,36 @@ def run_steps(
     rank.show_state(first - 1)
     if save_huggingface is not None:
         check_complete(only_model(plan, "save_huggingface"), rank.saved_shards, world, transport.device)
-    validate_at = validation_points(steps) if validate else ()
+    validate_at = validation_points(steps, plan.train.eval_every) if validate else ()
     validation_losses = {first: rank.evaluate()} if first in validate_at else {}
     results: list[StepResult] = []
     recorded: tuple[list[Span], list[MemorySample], list[MeasuredPeak]] = ([], [], [])
-    for step in range(first, steps if stopped_by is None else first):
-        if step == steps - 1:
-            result, recorded = _step_ending_at_ctrl_c(rank, step, transport, world, live_memory=live_memory)
-        else:
-            result, _ = rank.step(step)
-        if step + 1 in validate_at:
-            validation_losses[step + 1] = rank.evaluate()
-            result = replace(result, validation_loss=validation_losses[step + 1])
-        results.append(result)
-        if on_step is not None and transport.global_rank == 0:
-            on_step(result)
-        if checkpoints is not None:
-            stopped_by = checkpoints.after_step(step + 1, rank, transport.stop, last=step + 1 == steps)
-        if stopped_by is not None:
-            break
+    with RunLog(
+        transport,
+        plan,
+        shown,
+        first=first,
+        num_steps=steps,
+        first_validation=validation_losses.get(0),
+    ) as log:
+        for step in range(first, steps if stopped_by is None else first):
+            with log.stepping():
+                if step == steps - 1:
+                    result, recorded = _step_ending_at_ctrl_c(rank, step, transport, world, live_memory=live_memory)
+                    spans = recorded[0]
+                else:
+                    result, spans = rank.step(step)
+            if step + 1 in validate_at:
+                validation_losses[step + 1] = rank.evaluate()
+                result = replace(result, validation_loss=validation_losses[step + 1])
+            results.append(result)
+            if on_step is not None and transport.global_rank == 0:
+                on_step(result)
+            log.step(result, spans, sampled(rank, plan, world, step + 1))
+            if checkpoints is not None:
+                stopped_by = checkpoints.after_step(step + 1, rank, transport.stop, last=step + 1 == steps)
+            if stopped_by is not None:
+                break
     rank.settle()
     if save_huggingface is not None and stopped_by is None:
         with rank.whole_masters():

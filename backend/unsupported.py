@@ -44,6 +44,11 @@ def _unsupported(plan: Plan) -> list[str]:
         )
         if wrong
     ]
+    if plan.train.sample_every is not None and plan.runtime.cuda_graphs:
+        problems.append(
+            f"train.sample_every={plan.train.sample_every} reads logits, which captured steps do not show. Leave it "
+            "out, or use runtime.cuda_graphs=false."
+        )
     sizes = [plan.of_size(size) for size in sizes_of(plan.batch)]
     problems += [problem for each in sizes for problem in _unsupported_pairs(each)]
     problems += unknown_ids(plan)

@@ -1,4 +1,5 @@
-"""`shardproof draw`: a plan (simulated), a schedule (with unit costs) or a recorded timeline, as text or in a file."""
+"""`shardproof draw`: a plan (simulated), a schedule (with unit costs) or a recorded timeline, or the losses of runs, as
+text or in a file."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from ..core.commands.options import (
 from ..core.schedule.schedule import Schedule, read_csv
 from ..core.schedule.timeline import Timeline
 from ..core.schedule.traces import load
+from .curves_cli import METRICS_SUFFIX, draw_curves
 from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
 from .page.content import Extra
 from .page.html import schedules_to_html
@@ -42,13 +44,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds PLAN, the plan options and those of the picture."""
     add_plan(
         parser,
-        "a plan.toml (simulated), a schedule .csv (unit costs), a recorded .timeline.json, or a profiler's trace or "
-        "folder of traces",
+        "a plan.toml (simulated), a schedule .csv (unit costs), a recorded .timeline.json, a run's metrics .jsonl, or a "
+        "profiler's trace or folder of traces",
     )
     add_durations(parser)
     group = parser.add_argument_group("picture")
     group.add_argument(
-        "--compare", metavar="OTHER", help=("a second plan, schedule or recorded timeline, drawn below the first")
+        "--compare",
+        metavar="OTHER",
+        action="append",
+        help=(
+            "a second plan, schedule or recorded timeline, drawn below the first; of metrics another run, as often as "
+            "there are runs"
+        ),
     )
     group.add_argument(
         "--scale",
@@ -87,6 +95,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draws; exit code 0."""
     output = None if args.output in (None, "-") else args.output
+    if (args.plan or "").endswith(METRICS_SUFFIX):
+        return draw_curves(args, output, color=output is None and not args.json and _wants_color())
+    args.compare = _only_other(args.compare)
     if output is not None and output.endswith(GRAPH_SUFFIX):
         return _write_graph(args, output)
     on_page = output is not None and kind_of(output) == ".html"
@@ -126,6 +137,16 @@ def run(args: argparse.Namespace) -> int:
             report["lanes"] = [lane.report() for lane in compare_lanes(timeline, other)]
         print(json.dumps(report, indent=2))
     return 0
+
+
+def _only_other(given: list[str] | None) -> str | None:
+    """What is drawn below a timeline, if anything is. Raises `PlanError` for several, and for a run's metrics."""
+    for name in given or ():
+        if name.endswith(METRICS_SUFFIX):
+            raise PlanError(f"--compare {name}: metrics of a run compare with those of another, as `draw RUN.jsonl`.")
+    if given and len(given) > 1:
+        raise PlanError(f"--compare is given {len(given)} times; two timelines are drawn, not more. Give it once.")
+    return given[0] if given else None
 
 
 def _write_graph(args: argparse.Namespace, output: str) -> int:

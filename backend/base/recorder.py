@@ -43,6 +43,25 @@ class _InLayer(AbstractContextManager[None]):
             self._scope.failed = self._scope.failed or layer
 
 
+class Waits:
+    """Seconds of the calls that exchange tensors, by the action they belong to; on a GPU the host's alone."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Action | None, float] = {}
+        self._lock = threading.Lock()  # lanes are threads
+
+    def add(self, action: Action | None, seconds: float) -> None:
+        """One call."""
+        with self._lock:
+            self._seconds[action] = self._seconds.get(action, 0.0) + seconds
+
+    def take(self) -> dict[Action | None, float]:
+        """What there was since the last time."""
+        with self._lock:
+            taken, self._seconds = self._seconds, {}
+        return taken
+
+
 class Recorder:
     """Collects operations with the action and layer they belong to. Layers and the executor set the scope;
     transports report calls.
@@ -56,6 +75,8 @@ class Recorder:
         self.events: list[tuple[Action | None, Operation]] = []
         self.failed: tuple[Action, str] | None = None
         """The first action that an exception has left, and the layer it was in, empty outside all layers."""
+        self.waits: Waits | None = None
+        """Where the seconds of collectives go; None takes none."""
         self._scope = _Scope()
         self._in_layer: dict[str, _InLayer] = {}
 

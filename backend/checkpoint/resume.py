@@ -196,7 +196,8 @@ def problem_of(plan: AnyPlan) -> dict[str, dict[str, Any]]:
         "train": {
             name: value
             for name, value in asdict(plan.train).items()
-            if name not in ("steps", "data", "load", "timeout_s", "setup_timeout_s")
+            if name not in ("steps", "data", "load", "timeout_s", "setup_timeout_s", "eval_every")
+            and not name.startswith("sample_")
         },
     }
     return dict(json.loads(json.dumps(sections)))

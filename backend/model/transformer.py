@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -226,6 +226,8 @@ class Head(nn.Module):
         else:
             self.output = ColumnParallelLinear(context, "head.output")
         self.loss = VocabParallelCrossEntropy(context, self.output.leaves)
+        self.reader: Callable[[Tensor], None] | None = None
+        """Who sees the logits [b, s, v] of this rank's vocabulary, of every forward that comes to them."""
 
     def logits(self, x_BSH: Tensor) -> Tensor:
         """[b, s, v] for this rank's vocabulary."""
@@ -238,7 +240,10 @@ class Head(nn.Module):
 
     def losses(self, normed_BSH: Tensor, targets_BS: Tensor) -> Tensor:
         """[b, s] fp32, from the output of the final norm."""
-        losses_BS = self.loss(self._logits(normed_BSH), targets_BS)
+        logits_BSV = self._logits(normed_BSH)
+        if self.reader is not None:
+            self.reader(logits_BSV)
+        losses_BS = self.loss(logits_BSV, targets_BS)
         self.context.observe("head.losses", losses_BS)
         return losses_BS
 

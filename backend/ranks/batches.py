@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -72,6 +72,19 @@ class Batches:
             )
 
         return self._microbatches(self._batch(read))
+
+    def prompt(self, num_tokens: int) -> list[int] | None:
+        """The first held-out tokens, on a rank that reads the data."""
+        return None if self.corpus is None else self.corpus.validation_batch(0, 1, num_tokens)[0][0].tolist()
+
+    def repeated(self, tokens: Sequence[int]) -> list[Microbatch]:
+        """Microbatches in which each sample has the same tokens, as one document, and targets that mean nothing."""
+        (lo, hi), cp, cp_rank = self._samples, self._plan.layout.cp, self._mesh.coordinates["cp"]
+        own = context_part(torch.tensor([tokens] * (hi - lo)), cp, cp_rank).to(self._transport.device)
+        batch = {"tokens": own, "targets": torch.zeros_like(own)}
+        if self._plan.train.packed:
+            batch["documents"] = torch.zeros_like(own)
+        return self._microbatches(batch)
 
     def _batch(self, read: Callable[[Corpus, int, int], tuple[Tensor, ...]]) -> Mapping[str, Tensor]:
         """This rank's samples, from the rank of its group that reads the samples `[lo, hi)` of the global batch."""

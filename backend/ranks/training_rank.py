@@ -25,6 +25,7 @@ from ...core.schedule import lower
 from ...core.schedule.timeline import Span
 from ..base.host_copies import HostCopies
 from ..base.loss_scale import LossScale
+from ..base.microbatch import Microbatch
 from ..base.observe import Observer
 from ..base.shown_later import ShownLater
 from ..base.step_result import StepResult
@@ -44,13 +45,13 @@ from ..gradients.parameter import Shard
 from ..huggingface.load import load_weights
 from ..model.block import BlockFactory
 from ..model.router import Router, reduce_counts
-from ..model.transformer import Stage
+from ..model.transformer import Head, Stage
 from ..numerics import Numerics, make_numerics
 from ..optimizers.held import Held, clip_coefficient
 from ..optimizers.offloaded_moments import num_offloaded
 from ..optimizers.sharded import ShardedOptimizer
 from ..pipeline.activations import ActivationMeter, MemoryMeter
-from ..pipeline.executor import Executor
+from ..pipeline.executor import Executor, Trace
 from ..pipeline.graphs import StepGraphs
 from ..pipeline.messages import Clock, MessageChannel
 from ..pipeline.overlap import PairRunner
@@ -278,10 +279,7 @@ class TrainingRank:
     def evaluate(self) -> float:
         """Mean loss per token of the first held-out global batch, by the forwards of the same pipeline."""
         self.begin_batches_of(None)
-        batch = self.batches.validation()
-        self.transport.watch.phase = VALIDATION
-        with self._evaluating(), self._walk("validation"):
-            trace = self.executor.evaluate(batch, clock=self.clock)
+        trace = self.forwards(self.batches.validation())
         loss = float(self.totals.mean_loss(trace.token_losses, self.batches.num_counted))
         if not math.isfinite(loss) and not self.skips_not_finite:
             raise DivergedError(
@@ -311,6 +309,17 @@ class TrainingRank:
             self._executors[size] = self._new_executor(lower(schedule_for(plan, num_microbatches)))
         self.executor = self._executors[size]
         self.transport.watch.walks(self.executor.row)
+
+    def forwards(self, batch: Sequence[Microbatch]) -> Trace:
+        """What the forwards of the pipeline make of a batch, without gradients."""
+        self.transport.watch.phase = VALIDATION
+        with self._evaluating(), self._walk("validation"):
+            return self.executor.evaluate(batch, clock=self.clock)
+
+    @property
+    def head(self) -> Head | None:
+        """The head, on ranks that have the last stage."""
+        return next((stage.head for stage in self.stages.values() if stage.head is not None), None)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

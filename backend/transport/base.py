@@ -19,12 +19,14 @@ What a caller may rely on, whatever the transport:
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from types import TracebackType
-from typing import Literal, Self
+from typing import Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +49,27 @@ is lost, and since a peer that ended is noticed at once either way."""
 class TransportError(ShardproofError, RuntimeError):
     """A peer ended, did not come in time, or came with something else. Names this rank, the group or
     channel, and the call."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _waited_for(call: Callable[Concatenate[Group, P], R]) -> Callable[Concatenate[Group, P], R]:
+    """A call of a group whose seconds its recorder hears of, where it takes them."""
+
+    @functools.wraps(call)
+    def timed(group: Group, /, *args: P.args, **kwargs: P.kwargs) -> R:  # no `self`: reports name who called
+        waits = group.recorder.waits
+        if waits is None:
+            return call(group, *args, **kwargs)
+        begun_s = perf_counter()
+        try:
+            return call(group, *args, **kwargs)
+        finally:
+            waits.add(group.recorder.scope[0], perf_counter() - begun_s)
+
+    return timed
 
 
 class Group(ABC):
@@ -75,6 +98,7 @@ class Group(ABC):
         """What this group reports its calls to."""
         return self._recorder
 
+    @_waited_for
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """The tensors that the members sent here, in member order: `parts[i]` goes to member i, one of shape
         `shapes[i]` comes from it.
@@ -101,6 +125,7 @@ class Group(ABC):
         self._recorder.collective("all_to_all", self.axis, self.size, sent_bytes)
         return self._all_to_all(parts, [tuple(shape) for shape in shapes])
 
+    @_waited_for
     def tree_sum(self, parts: Sequence[Tensor], rows: Sequence[int], merges: Sequence[int]) -> Tensor:
         """The sum, in one order, of all rows that the members have for this one; for exact numerics.
 
@@ -119,6 +144,7 @@ class Group(ABC):
         self._recorder.collective("all_to_all", self.axis, self.size, sent_bytes)
         return self._tree_sum(parts, list(rows), list(merges))
 
+    @_waited_for
     def tree_all_reduce(self, values: Tensor, rows: Sequence[int], merges: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The sum [count] that `tree_sum` makes of all rows of all members' `values` [rows of this member, count],
         rounded to `dtype`, on every member.
@@ -149,6 +175,7 @@ class Group(ABC):
         arrived = self._all_to_all(parts, [(count, *shape) for count in rows])
         return stack_sum([row for part in arrived for row in part], merges)
 
+    @_waited_for
     def all_gather(self, tensor: Tensor, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
         """Every member's tensor, in member order. `shapes` says what each member brings; without it all
         bring the shape of `tensor`.
@@ -167,6 +194,7 @@ class Group(ABC):
         self._recorder.collective("all_gather", self.axis, self.size, tensor.nbytes * (self.size - 1))
         return self._all_gather(tensor, shapes)
 
+    @_waited_for
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, wide: bool = False, used_up: bool = False) -> Tensor:
         """The sum or maximum over the members, in the order the library chooses: for fast numerics only.
 
@@ -181,6 +209,7 @@ class Group(ABC):
         self._recorder.collective("all_reduce", self.axis, self.size, ring_all_reduce_bytes(tensor.nbytes, self.size))
         return self._wide_all_reduce(tensor) if wide else self._all_reduce(tensor, op, used_up)
 
+    @_waited_for
     def reduce_scatter(self, parts: Sequence[Tensor], *, wide: bool = False) -> Tensor:
         """The sum over the members of the part that each has for this one, in the order the library
         chooses: for fast numerics only.

@@ -35,6 +35,8 @@ _WHY = {
     "cluster": "Megatron's arguments do not name hardware",
     "variation": "Megatron's arguments do not say how devices differ",
     "checkpoint": "its checkpoints are written otherwise",
+    "log": "what a run shows of its steps changes none of them",
+    "experimental": "it is about what our own backend has not yet proved in use",
     "numerics": "its sums have no fixed order",
     "communicators": "it takes them from a file",
     "train": "its training does not have it, or takes it otherwise",

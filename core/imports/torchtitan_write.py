@@ -37,6 +37,8 @@ _WHYS = {
     "precision.dtype": "torchtitan computes in bf16 (products in fp8) with FSDP, and in fp32 without it in tp and pp",
     "train.data": "which text is learned is training.dataset, of a name that torchtitan knows",
     "checkpoint": "torchtitan has checkpoints of its own, at an interval",
+    "log": "what a run shows of its steps changes none of them",
+    "experimental": "it is about what our own backend has not yet proved in use",
     "batch.micro": "a rank's batch is whole microbatches",
 }
 _USUAL = "torchtitan has no setting for it"

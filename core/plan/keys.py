@@ -18,6 +18,8 @@ from ..machine.cluster import ClusterSpec
 from ..machine.variation import Variation
 from ..model.model import ModelSpec
 from .communicators import Communicators
+from .experimental import Experimental
+from .log import Log
 from .optimizer import Optimizer
 from .parameter_groups import ParameterGroup
 from .sections import (
@@ -64,6 +66,8 @@ NOUNS: Mapping[str, type] = {
     "communicators": Communicators,
     "train": Train,
     "checkpoint": Checkpoint,
+    "log": Log,
+    "experimental": Experimental,
     "variation": Variation,
 }
 """Section -> the noun it fills, in the order in which a plan file is written."""
@@ -156,7 +160,8 @@ def _own_keys(section: str) -> Iterator[Key]:
 
 _LISTED = (
     *("model", "cluster", "layout", "runtime", "batch", "precision", "recompute", "offload", "schedule", "numerics"),
-    *("optimizer", "train", "checkpoint", "data_parallel", "communicators", "variation"),
+    *("optimizer", "train", "checkpoint", "log", "experimental"),
+    *("data_parallel", "communicators", "variation"),
 )
 """The sections in the order in which `shardproof presets keys` lists them."""
 

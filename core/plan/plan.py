@@ -35,6 +35,8 @@ from .batch_sizes import batch_at
 from .build import plan_sections
 from .build_modules import modular_sections
 from .communicators import Communicators
+from .experimental import Experimental
+from .log import Log
 from .module import Module, ModuleLayout
 from .optimizer import Optimizer
 from .rates import Rates
@@ -85,6 +87,8 @@ class Plan:
     communicators: Communicators = field(default=_plain(Communicators))
     train: Train = field(default=_plain(Train))
     checkpoint: Checkpoint = field(default=_plain(Checkpoint))
+    log: Log = field(default=_plain(Log))
+    experimental: Experimental = field(default=_plain(Experimental))
     variation: Variation = field(default=_plain(Variation))
     offload: Offload = field(default=_plain(Offload))
 
@@ -370,6 +374,8 @@ class ModularPlan:
     communicators: Communicators = field(default=_plain(Communicators))
     train: Train = field(default=_plain(Train))
     checkpoint: Checkpoint = field(default=_plain(Checkpoint))
+    log: Log = field(default=_plain(Log))
+    experimental: Experimental = field(default=_plain(Experimental))
     variation: Variation = field(default=_plain(Variation))
     offload: Offload = field(default=_plain(Offload))
 

@@ -591,6 +591,38 @@ class Train(Bounded, section="train"):
         more="It adds where an expert had less than its even share of the tokens, and takes where it had more.",
         read_by="backend.ranks.training_rank",
     )
+    eval_every: int | None = option(
+        "steps between two held-out losses",
+        default=None,
+        minimum=1,
+        default_note="four of them, evenly spread",
+        more="There is one before the first step and one after the last, too.",
+        read_by="backend.trainer",
+    )
+    sample_every: int | None = option(
+        "steps between two texts from the model",
+        default=None,
+        minimum=1,
+        default_note="none",
+        more="The model goes on with the first held-out tokens, after the last step too. Each token takes "
+        "the forwards of a held-out batch.",
+        read_by="backend.seeing.sampling",
+    )
+    sample_tokens: int = option(
+        "tokens of such a text, as far as batch.sequence has room for them",
+        default=64,
+        minimum=1,
+        bound=TOKENS,
+        read_by="backend.seeing.sampling",
+    )
+    sample_temperature: float = option(
+        "what its logits are divided by before it is drawn; 0 takes the most likely token",
+        default=0.0,
+        minimum=0,
+        bound=FACTOR,
+        more="What is drawn is a function of train.seed, the step and the place in the text.",
+        read_by="backend.seeing.sampling",
+    )
     timeout_s: float = option(
         "without any rank ending an action, after which all are ended",
         default=1800.0,

@@ -14,6 +14,8 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.communicators import Communicators
+from shardproof.core.plan.experimental import Experimental
+from shardproof.core.plan.log import Log
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.sections import (
     Batch,
@@ -39,6 +41,8 @@ SECTIONS: dict[str, Any] = {
     "optimizer": Optimizer(),
     "train": Train(),
     "checkpoint": Checkpoint(),
+    "log": Log(),
+    "experimental": Experimental(),
     "variation": Variation(),
     "offload": Offload(),
 }

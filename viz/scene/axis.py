@@ -52,7 +52,7 @@ def bytes_axis(end_bytes: float, num_ticks: int) -> Axis:
 def _axis(end: float, scale: float, unit: str, num_ticks: int) -> Axis:
     if end <= 0:
         return Axis(end, unit, (Tick(0.0, "0"),))
-    mantissa, exponent = _nice_step(end / scale / num_ticks)
+    mantissa, exponent = round_step(end / scale / num_ticks)
     step = mantissa * 10.0**exponent
     count = math.floor(end / scale / step * (1 + 1e-9))
     decimals = max(0, -exponent)
@@ -61,7 +61,7 @@ def _axis(end: float, scale: float, unit: str, num_ticks: int) -> Axis:
     )
 
 
-def _nice_step(least: float) -> tuple[int, int]:
+def round_step(least: float) -> tuple[int, int]:
     """The smallest of 1, 2, 5 times a power of ten that is at least `least`, as (mantissa, exponent)."""
     exponent = math.floor(math.log10(least))
     for mantissa in (1, 2, 5):

@@ -19,7 +19,7 @@ import pytest
 
 from helpers.paths import ROOT
 from shardproof.backend.base.step_result import StepResult
-from shardproof.backend.cli import print_step
+from shardproof.backend.seeing.lines import Lines
 from shardproof.benchmarks.published.validation.table import Table, to_text
 from shardproof.core.base.terminal import NARROWEST, command_text, fitted, ranking, table, width_of
 from shardproof.core.commands.cli import main
@@ -207,10 +207,11 @@ def test_a_line_of_training_fits(monkeypatch, capsys):
     step = StepResult(
         step=98, loss=3.25, num_tokens=10**9, elapsed_s=0.5, grad_norm=1.5, skipped=True, loss_scale=2.0**16
     )
-    print_step(100, step)
+    lines_of_run = Lines(100, 1)
+    lines_of_run.add(step, {})
     (whole,) = capsys.readouterr().err.splitlines()
     monkeypatch.setenv("COLUMNS", "60")
-    print_step(100, step)
+    lines_of_run.add(step, {})
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and too_long("\n".join(lines), 60) == [] and " ".join(lines).split() == whole.split()
 
