@@ -28,7 +28,7 @@ from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, set_up_within, torchrun_transport, under_torchrun
 from .memory_check import check_memory
 from .seeing.experimental import experimental_lines
-from .seeing.metrics import check_place, place_of
+from .seeing.metrics import check_place, metrics_file
 from .seeing.prediction import predicted
 from .seeing.services import check_services
 from .seeing.shown import Display, Shown
@@ -156,7 +156,7 @@ class Trainer:
     the start. `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the
     numbers of a rank. `groups` are process groups of torch by axis that this process, a rank in which torch.distributed
     is initialised, is a member of: they are used in place of new ones. What every step came to goes to the file that
-    `seeing.metrics.place_of` says, or else to `metrics`, and to `display` on standard error. Raises `PlanError` at
+    `seeing.metrics.metrics_file` says, or else to `metrics`, and to `display` on standard error. Raises `PlanError` at
     once for a plan that the backend does not run, whose model is not one of bytes, that loads or saves what Hugging
     Face files do not hold, or that does not go on from what its `checkpoint.folder` holds."""
 
@@ -188,7 +188,7 @@ class Trainer:
         check_services(plan)
         self.plan = plan
         self.groups = groups
-        self._seen: tuple[str | None, Display] = place_of(plan, metrics), display
+        self._seen: tuple[str | None, Display] = metrics_file(plan, metrics), display
         self.transport = transport or usual_transport(plan)
         self.experimental = experimental_lines(plan, self.transport)
         path = None if self.resumption is None else str(self.resumption.saved.path)

@@ -44,8 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds PLAN, the plan options and those of the picture."""
     add_plan(
         parser,
-        "a plan.toml (simulated), a schedule .csv (unit costs), a recorded .timeline.json, a run's metrics .jsonl, or a "
-        "profiler's trace or folder of traces",
+        "a plan.toml (simulated), a schedule .csv (unit costs), a recorded .timeline.json, a run's metrics .jsonl, "
+        "or a profiler's trace or folder of traces",
     )
     add_durations(parser)
     group = parser.add_argument_group("picture")

@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 """What is said of a step, as JSON has it."""
 
 
-def place_of(plan: AnyPlan, otherwise: str | None = None) -> str | None:
+def metrics_file(plan: AnyPlan, otherwise: str | None = None) -> str | None:
     """The file of a run's metrics: `log.file`, else one next to the checkpoints where they lie on a disk, else
     `otherwise`."""
     if plan.log.file is not None:

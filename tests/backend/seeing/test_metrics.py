@@ -12,7 +12,7 @@ from helpers.paths import DATA
 from helpers.plans import training_plan
 from shardproof import Trainer, simulate
 from shardproof.backend.checkpoint.resume import path_of
-from shardproof.backend.seeing.metrics import check_place, place_of
+from shardproof.backend.seeing.metrics import check_place, metrics_file
 from shardproof.backend.seeing.prediction import predicted
 from shardproof.core.base.errors import FileError, PlanError
 from shardproof.core.base.metrics import read_metrics
@@ -81,11 +81,11 @@ def test_a_run_that_was_killed_and_resumed_has_every_step_once(tmp_path):
 
 
 def test_where_the_file_lies(tmp_path):
-    assert place_of(SMALL) is None and place_of(SMALL, "here.jsonl") == "here.jsonl"
+    assert metrics_file(SMALL) is None and metrics_file(SMALL, "here.jsonl") == "here.jsonl"
     saved = replace(SMALL, checkpoint=Checkpoint(folder=str(tmp_path)))
-    assert place_of(saved, "here.jsonl") == str(tmp_path / "metrics.jsonl")
-    assert place_of(replace(saved, log=Log(file="own.jsonl"))) == "own.jsonl"
-    assert place_of(replace(SMALL, checkpoint=Checkpoint(folder="s3://bucket/run")), "here.jsonl") == "here.jsonl"
+    assert metrics_file(saved, "here.jsonl") == str(tmp_path / "metrics.jsonl")
+    assert metrics_file(replace(saved, log=Log(file="own.jsonl"))) == "own.jsonl"
+    assert metrics_file(replace(SMALL, checkpoint=Checkpoint(folder="s3://bucket/run")), "here.jsonl") == "here.jsonl"
 
 
 def test_a_file_of_something_else_is_not_written_over(tmp_path):
