@@ -19,7 +19,7 @@ from ..core.schedule.timeline import MemorySample, Span, Timeline
 from .base.libraries import libraries_of
 from .base.measured_peak import MeasuredPeak
 from .checkpoint.resume import resumption
-from .data.vocabulary import no_bytes
+from .data.vocabulary import other_tokens
 from .huggingface.config import check_load, check_save
 from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, torchrun_transport, under_torchrun
@@ -134,8 +134,8 @@ class Trainer:
     the start. `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the
     numbers of a rank. `groups` are process groups of torch by axis that this process, a rank in which torch.distributed
     is initialised, is a member of: they are used in place of new ones. Raises `PlanError` at once for a plan that the
-    backend does not run, whose model is not one of bytes, that loads or saves what Hugging Face files do not hold, or
-    that does not go on from what its `checkpoint.folder` holds."""
+    backend does not run, whose data are not tokens of its model, that loads or saves what Hugging Face files do not
+    hold, or that does not go on from what its `checkpoint.folder` holds."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Trainer:
     ):
         if groups is not None:
             _check_groups(plan, groups)
-        if problems := [*unsupported(plan), *no_bytes(plan)]:
+        if problems := [*unsupported(plan), *other_tokens(plan)]:
             raise PlanError(problems)
         self.resumption = resumption(plan, resume=resume)
         for part in plan.parts:

@@ -177,7 +177,7 @@ def problem_of(plan: AnyPlan) -> dict[str, dict[str, Any]]:
         "train": {
             name: value
             for name, value in asdict(plan.train).items()
-            if name not in ("steps", "data", "load", "timeout_s")
+            if name not in ("steps", "data", "validation_data", "load", "timeout_s")
         },
     }
     return dict(json.loads(json.dumps(sections)))

@@ -75,9 +75,7 @@ class Checkpoints:
         self._device = device
         self._watch = watch
         self._folder = Path(plan.checkpoint.folder)
-        self._text = (
-            None if corpus is None or world.rank > 0 else {"bytes": len(corpus.train), "sha256": corpus.fingerprint}
-        )
+        self._text = None if corpus is None or world.rank > 0 else corpus.record
         if world.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -133,13 +131,10 @@ class Checkpoints:
         return "notices", unknown + other_products(self._plan, saved) + self._other_machine(saved)
 
     def _other_text(self, path: Path, theirs: Mapping[str, Any]) -> str:
-        (their_bytes, their_hash), (our_bytes, our_hash) = (
-            (text.get("bytes"), str(text.get("sha256"))[:12]) for text in (theirs, self._text or {})
-        )
         return (
-            f"{path} was saved while training on a text of {their_bytes} bytes with SHA-256 {their_hash}..., but "
-            f"train.data={self._plan.train.data!r} has {our_bytes} bytes with {our_hash}..., so other samples would "
-            "follow. Use that text, or another checkpoint.folder."
+            f"{path} was saved while training on {_text_words(theirs)}, but train.data={self._plan.train.data!r} has "
+            f"{_text_words(self._text or {})}, so other samples would follow. Use those data, or another "
+            "checkpoint.folder."
         )
 
     def _other_machine(self, saved: Saved) -> list[str]:
@@ -219,6 +214,12 @@ class Checkpoints:
             removed = old.path.with_name(old.path.name + REMOVED)
             old.path.rename(removed)  # first another name: half of it would be no checkpoint
             shutil.rmtree(removed)
+
+
+def _text_words(text: Mapping[str, Any]) -> str:
+    """What a checkpoint has recorded of the data (`Corpus.record`)."""
+    size = f"token files of {text['tokens']} tokens" if "tokens" in text else f"a text of {text.get('bytes')} bytes"
+    return f"{size} with SHA-256 {str(text.get('sha256'))[:12]}..."
 
 
 def _free_name(path: Path) -> Path:

@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...core.base.errors import PlanError
+from ...core.plan.data_names import STDLIB
 
 VOCABULARY_SIZE = 256
 """Tokens are bytes."""
-
-STDLIB = "python-stdlib"
 
 _NAMES = """
 argparse ast asyncio/base_events asyncio/events asyncio/streams asyncio/tasks base64 bdb calendar cmd code codecs

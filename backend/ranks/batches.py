@@ -31,7 +31,7 @@ class Batches:
         self._plan = plan
         self._mesh = mesh
         self._transport = transport
-        self.corpus = Corpus.load(plan.train.data) if mesh.coordinates["tp"] == 0 else None
+        self.corpus = Corpus.of(plan) if mesh.coordinates["tp"] == 0 else None
         self.num_counted = self.num_tokens
 
     @property

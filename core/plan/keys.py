@@ -39,6 +39,7 @@ KeyType = Literal[
     "bool",
     "str",
     "path",
+    "data",
     "two floats",
     "list of ints",
     "list of texts",

@@ -58,11 +58,13 @@ from .schedule import (
 from .training import (
     ADAPTING,
     checkpoints_have_a_folder,
+    data_are_split_once,
     dtype_has_peak,
     loss_scales_are_powers_of_two,
     padding_is_distinguished,
     products_are_named_once,
     scalings_are_modelled,
+    weights_are_positive,
 )
 from .variation import (
     checkpoints_need_failures,
@@ -373,6 +375,18 @@ RULES: tuple[Rule, ...] = (
         ("train.padded", "train.packed", "train.ignore_token", "runtime.trim_padding"),
         "padded documents have a token that counts for nothing, and only they are trimmed",
         padding_is_distinguished,
+    ),
+    Rule(
+        "data-are-split-once",
+        ("train.split", "train.validation_data"),
+        "validation data are a share of the documents, or data of their own",
+        data_are_split_once,
+    ),
+    Rule(
+        "weights-are-positive",
+        ("train.data", "train.validation_data"),
+        "every source of a blend has a positive weight",
+        weights_are_positive,
     ),
     Rule(
         "dtype-has-peak",
