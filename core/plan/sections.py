@@ -502,7 +502,7 @@ class Train(Bounded, section="train"):
         default="python-stdlib",
         kind="data",
         more=(
-            "A token file is named by PREFIX of PREFIX.bin and PREFIX.idx, or is a plain .bin file. Several have "
+            "A token file has the name PREFIX of PREFIX.bin and PREFIX.idx, or is a plain .bin file. Several have "
             'weights: "0.3 news 0.7 books".'
         ),
         read_by="backend.data.corpus",
