@@ -17,28 +17,12 @@ from ...core.plan.data_names import named_data
 from ...core.plan.plan import AnyPlan, Plan
 from .text import VOCABULARY_SIZE, documents_of
 from .token_files import TokenFile, open_tokens, token_file_of
+from .tokenizer_files import TOKENIZER_FILE, tokenizer_of
 from .tokenizer_record import BYTES, TokenizerRecord, tokenizer_digest
 
 MOST_IDS_OF_BYTES = 2 * VOCABULARY_SIZE
 """A vocabulary of bytes has at most as many marks (of ends, of padding) besides the bytes. Vocabularies that tokenizers
 learned have thousands of ids: of the model presets that are not of bytes the smallest has 32,000."""
-
-TOKENIZER_FILE = "tokenizer.json"
-"""What a Hugging Face folder calls a tokenizer of the `tokenizers` library, which alone is compared."""
-
-TOKENIZER_FILES = (
-    TOKENIZER_FILE,
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
-"""What Hugging Face folders call the files of a tokenizer (`vocab_files_names` in transformers;
-tekken.json: Mistral)."""
 
 
 class _Source(NamedTuple):
@@ -106,7 +90,7 @@ def _other_tokens(plan: Plan) -> list[str]:
         return [
             f"{_made_by(first)}, and {_made_by(other)}. Tokenize all data with one tokenizer (`shardproof tokenize`)."
         ]
-    if plan.train.load is not None and (found := _tokenizer_of(plan.train.load)):
+    if plan.train.load is not None and (found := tokenizer_of(plan.train.load)):
         return [problem for source in sources for problem in _not_of_model(source, plan.train.load, found)][:1]
     return [problem for source in sources for problem in _no_vocabulary(plan, source)][:1]
 
@@ -177,8 +161,3 @@ def _vocabulary(plan: Plan) -> str:
 
 def _largest(document: bytes) -> int:
     return int(np.frombuffer(document, dtype=np.uint8).max(initial=0))
-
-
-def _tokenizer_of(folder: str) -> list[str]:
-    """The files of a tokenizer in a folder of weights."""
-    return [name for name in TOKENIZER_FILES if (Path(folder) / name).is_file()]
