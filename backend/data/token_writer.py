@@ -52,6 +52,10 @@ def writing(prefix: str, dtype: np.dtype, record: TokenizerRecord, tokenizer: Pa
     path = Path(f"{prefix}.bin")
     if not path.parent.is_dir():
         raise FileError(f"-o {prefix}: there is no folder {path.parent}. Make it, or name another.")
+    if Path(prefix).exists():
+        raise FileError(
+            f"-o {prefix} is the name of another file or folder, which train.data={prefix} would mean. Name another."
+        )
     with _private_folder(path) as folder:
         tokens, index, about, copy = (folder / name for name in ("bin", "idx", "record", "tokenizer"))
         with tokens.open("wb") as file:

@@ -147,6 +147,7 @@ def test_any_number_of_processes_writes_the_same_files(tmp_path, capsys, tokeniz
         (b"\n\n", [], "there is no text in 1 files"),
         (b'{"text": "a"}\n', ["--eod", "</s>"], "names what --append-eod puts after documents"),
         (b'{"text": "a"}\n', ["--eod", "</s>", "--append-eod"], "bytes have id 256 for it"),
+        (b'{"text": "a"}\n', ["-o", "{file}"], "is the name of another file or folder"),
         (b'{"text": "a"}\n', ["--jobs", "0"], "at least one process is needed"),
         (b'{"text": "a"}\n', ["--tokenizer", "no/such.json"], "there is no no/such.json"),
         (b'{"text": "a"}\n', ["--tokenizer", "{file}"], "this is not JSON"),
