@@ -57,6 +57,11 @@ def _documents(path: Path) -> list[bytes]:
             f"train.data={str(path)!r} is no file and no folder (looked in {Path.cwd()}). Use a text "
             f"file, or {STDLIB!r}."
         )
+    if pair := next((file for file in files if file.suffix == ".idx" and file.with_suffix(".bin").is_file()), None):
+        raise PlanError(
+            f"train.data={str(path)!r} holds the token file {pair.name}, which is no text. Name token files, "
+            f"such as {str(pair.with_suffix(''))!r}; several with weights: '1 a 1 b'."
+        )
     try:
         return [file.read_bytes() for file in files]
     except OSError as error:

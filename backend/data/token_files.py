@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ...core.base.errors import FileError
+from ...core.plan.data_names import is_url
 from .megatron_index import MegatronIndex, read_index
 from .tokenizer_record import TokenizerRecord, read_record
 
@@ -75,7 +76,12 @@ class TokenFile:
 
 def token_file_of(name: str) -> Path | None:
     """The `.bin` file that a name means, be it `PREFIX.bin`, `PREFIX.idx` or the PREFIX of both; None for the name of
-    something else."""
+    something else. Raises `FileError` for a URL."""
+    if is_url(name):
+        raise FileError(
+            f"train.data={name!r} is a URL, and data are mapped from a disk of this machine. Copy the files to every "
+            "host, and give their path."
+        )
     path = Path(name)
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix(".bin")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from fractions import Fraction
 from pathlib import Path
@@ -66,8 +67,13 @@ def split_of(text: str) -> tuple[Fraction, Fraction, Fraction]:
     return train, validation, test
 
 
+def is_url(name: str) -> bool:
+    """Whether a name is that of something on another machine, such as `s3://bucket/corpus.bin`."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
+
+
 def _from(folder: Path, name: str) -> str:
-    return name if name == STDLIB else str(folder / name)
+    return name if name == STDLIB or is_url(name) else str(folder / name)
 
 
 def _weight(word: str) -> Fraction | None:

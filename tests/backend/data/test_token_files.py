@@ -11,6 +11,7 @@ from shardproof.backend.data.megatron_index import read_index, write_index
 from shardproof.backend.data.stream import Stream
 from shardproof.backend.data.token_files import PIECE_BYTES, SAMPLED_PIECES, open_tokens, token_file_of
 from shardproof.core.base.errors import FileError, PlanError
+from shardproof.core.plan.data_names import data_from
 
 MEGATRONS = (
     "4d4d494449445800000100000000000000080300000000000000030000000000000003000000020000000100000000000000000000000600"
@@ -90,6 +91,14 @@ def test_a_name_is_that_of_a_token_file_by_its_ending_or_where_the_pair_is_there
     assert token_file_of(prefix) == token_file_of(f"{prefix}.idx") == token_file_of(str(pair)) == pair
     pair.with_suffix("").write_text("a text of that very name")
     assert token_file_of(prefix) is None and token_file_of("python-stdlib") is None
+
+
+def test_a_folder_of_token_files_is_no_text_and_a_url_is_not_on_this_machine(pair):
+    with pytest.raises(PlanError, match=rf"holds the token file tokens\.idx, .* such as '{pair.parent}/tokens'"):
+        Corpus.load(str(pair.parent))
+    with pytest.raises(FileError, match=r"'s3://bucket/tokens\.bin' is a URL, and data are mapped from a disk"):
+        Corpus.load("s3://bucket/tokens.bin")
+    assert data_from(pair.parent, "s3://bucket/tokens") == "s3://bucket/tokens"
 
 
 # damage
