@@ -11,6 +11,7 @@ import pytest
 from helpers.plans import product_plan
 from shardproof import Trainer
 from shardproof.backend.data.text import STDLIB, documents_of
+from shardproof.backend.data.tokenizer_files import tokenizer_files
 from shardproof.backend.data.tokenizer_record import TokenizerRecord, record_path, tokenizer_digest
 from shardproof.backend.data.vocabulary import other_tokens, unknown_ids
 from shardproof.core.base.errors import PlanError
@@ -185,6 +186,19 @@ def test_without_a_tokenizer_in_the_model_the_number_of_ids_counts(tmp_path):
     assert "has tokens of bytes. Tokenize all data with one tokenizer" in problem
     (problem,) = other_tokens(plan_of(path, vocab_size=1000, validation_data=STDLIB))
     assert "train.validation_data='python-stdlib' has tokens of bytes" in problem
+
+
+def test_weights_are_written_with_the_tokenizer_of_the_model_or_else_with_that_of_the_data(tmp_path):
+    folder, path = tmp_path / "model", tmp_path / "tokens.bin"
+    folder.mkdir()
+    path.write_bytes(bytes(40))
+    assert tokenizer_files(plan_of(path)) == tokenizer_files(plan_of(STDLIB)) == {}
+    (copy := tmp_path / "tokens.tokenizer.json").write_text("{}")
+    assert tokenizer_files(plan_of(f"1 {STDLIB} 2 {path}", load=str(folder))) == {"tokenizer.json": copy}
+    for name in ("vocab.json", "special_tokens_map.json", "notes.md"):
+        (folder / name).write_text("{}")
+    found = tokenizer_files(plan_of(path, load=str(folder)))
+    assert found == {name: folder / name for name in ("vocab.json", "special_tokens_map.json")}
 
 
 def test_a_twin_of_a_plan_on_a_token_file_is_proved_on_bytes(tmp_path):
