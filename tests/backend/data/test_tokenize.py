@@ -84,7 +84,8 @@ def test_documents_end_with_a_token_that_is_asked_for(jsonl, tokenizer, tmp_path
     (tokenizer / "tokenizer_config.json").write_text('{"eos_token": {"content": "e"}}')
     _, file = tokenize(capsys, jsonl, "--tokenizer", tokenizer, "-o", tmp_path / "b", "--append-eod")
     assert file.record.end_of_document not in (None, end)
-    _, file = tokenize(capsys, jsonl, "--tokenizer", "bytes", "-o", tmp_path / "c", "--append-eod")
+    report, file = tokenize(capsys, jsonl, "--tokenizer", "bytes", "-o", tmp_path / "c.bin", "--append-eod")
+    assert report["prefix"] == str(tmp_path / "c")
     assert file.record.end_of_document == 256 == file.ids[-1] and file.record.vocab_size == 257
 
 
