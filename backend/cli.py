@@ -20,7 +20,7 @@ from ..core.commands.commands import Command, service
 from ..core.commands.options import add_output, add_plan, check_output, emit, read_any_plan
 from ..core.plan.plan import AnyPlan, only_model
 from .checkpoint.resume import Resumption
-from .data.vocabulary import no_bytes
+from .data.vocabulary import other_tokens
 from .dry_run import dry_run_report, dry_run_text, planned_products
 from .group_transports import group_transports
 from .huggingface.config import check_load, check_save
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains, or with --dry-run prints the ranks. Exit code 0, or 128 and the number of the signal after which the run
     saved and left; errors are raised and end with 2."""
     plan = read_any_plan(args)
-    problems, tokens = unsupported(plan), no_bytes(plan)
+    problems, tokens = unsupported(plan), other_tokens(plan)
     if problems or (tokens and not args.dry_run):
         raise PlanError([*problems, *tokens])
     if args.save_huggingface is not None:

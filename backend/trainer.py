@@ -22,7 +22,7 @@ from .base.libraries import libraries_of
 from .base.measured_peak import MeasuredPeak
 from .base.urls import place_of
 from .checkpoint.resume import resumption
-from .data.vocabulary import no_bytes
+from .data.vocabulary import other_tokens
 from .huggingface.config import check_load, check_save
 from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, set_up_within, torchrun_transport, under_torchrun
@@ -155,10 +155,16 @@ class Trainer:
     checkpoint in the plan's `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from
     the start. `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the
     numbers of a rank. `groups` are process groups of torch by axis that this process, a rank in which torch.distributed
+<<<<<<< HEAD
     is initialised, is a member of: they are used in place of new ones. What every step came to goes to the file that
     `seeing.metrics.metrics_file` says, or else to `metrics`, and to `display` on standard error. Raises `PlanError` at
     once for a plan that the backend does not run, whose model is not one of bytes, that loads or saves what Hugging
     Face files do not hold, or that does not go on from what its `checkpoint.folder` holds."""
+=======
+    is initialised, is a member of: they are used in place of new ones. Raises `PlanError` at once for a plan that the
+    backend does not run, whose data are not tokens of its model, that loads or saves what Hugging Face files do not
+    hold, or that does not go on from what its `checkpoint.folder` holds."""
+>>>>>>> data
 
     def __init__(
         self,
@@ -177,7 +183,7 @@ class Trainer:
     ):
         if groups is not None:
             _check_groups(plan, groups)
-        if problems := [*unsupported(plan), *no_bytes(plan)]:
+        if problems := [*unsupported(plan), *other_tokens(plan)]:
             raise PlanError(problems)
         self.resumption = resumption(plan, resume=resume)
         for part in plan.parts:

@@ -196,7 +196,7 @@ def problem_of(plan: AnyPlan) -> dict[str, dict[str, Any]]:
         "train": {
             name: value
             for name, value in asdict(plan.train).items()
-            if name not in ("steps", "data", "load", "timeout_s", "setup_timeout_s", "eval_every")
+            if name not in ("steps", "data", "validation_data", "load", "timeout_s", "setup_timeout_s", "eval_every")
             and not name.startswith("sample_")
         },
     }

@@ -1,1 +1,1 @@
-"""Training text as token ids: corpora, vocabularies, documents. Knows no rank."""
+"""Training data as token ids: texts, token files, blends, tokenizers, and the samples of a run. Knows no rank."""

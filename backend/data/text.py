@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...core.base.errors import PlanError
+from ...core.plan.data_names import STDLIB
 
 VOCABULARY_SIZE = 256
 """Tokens are bytes."""
-
-STDLIB = "python-stdlib"
 
 _NAMES = """
 argparse ast asyncio/base_events asyncio/events asyncio/streams asyncio/tasks base64 bdb calendar cmd code codecs
@@ -57,6 +56,11 @@ def _documents(path: Path) -> list[bytes]:
         raise PlanError(
             f"train.data={str(path)!r} is no file and no folder (looked in {Path.cwd()}). Use a text "
             f"file, or {STDLIB!r}."
+        )
+    if pair := next((file for file in files if file.suffix == ".idx" and file.with_suffix(".bin").is_file()), None):
+        raise PlanError(
+            f"train.data={str(path)!r} holds the token file {pair.name}, which is no text. Name token files, "
+            f"such as {str(pair.with_suffix(''))!r}; several with weights: '1 a 1 b'."
         )
     try:
         return [file.read_bytes() for file in files]

@@ -1,51 +1,68 @@
-"""Whether the ids of the training data are ids of the model: found out before ranks are started, without torch.
+"""Whether the ids of the training data are ids of the model, and tokens of its tokenizer: found out before ranks are
+started, without torch.
 
-Tokens are bytes (`text`), so the data's ids are at most 255, and a model whose vocabulary is of something else would be
-fed the wrong tokens. Token files will be a source of their own, and these questions are about what a source holds.
+Tokens of a text are its bytes (`text`). Tokens of a token file are those of the tokenizer that `shardproof tokenize`
+recorded next to it (`tokenizer_record`); of one without a record nobody knows, and its ids alone are looked at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from ...core.plan.data_names import named_data
 from ...core.plan.plan import AnyPlan, Plan
 from .text import VOCABULARY_SIZE, documents_of
+from .token_files import TokenFile, open_tokens, token_file_of
+from .tokenizer_files import TOKENIZER_FILE, tokenizer_of
+from .tokenizer_record import BYTES, TokenizerRecord, tokenizer_digest
 
 MOST_IDS_OF_BYTES = 2 * VOCABULARY_SIZE
 """A vocabulary of bytes has at most as many marks (of ends, of padding) besides the bytes. Vocabularies that tokenizers
 learned have thousands of ids: of the model presets that are not of bytes the smallest has 32,000."""
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
-"""What Hugging Face folders call the files of a tokenizer (`vocab_files_names` in transformers;
-tekken.json: Mistral)."""
+
+class _Source(NamedTuple):
+    """One text or token file of a plan: the key and the name that it was given by, and the token file, None for a
+    text."""
+
+    key: str
+    name: str
+    file: TokenFile | None
+
+    @property
+    def given(self) -> str:
+        return f"train.{self.key}={self.name!r}"
+
+    @property
+    def record(self) -> TokenizerRecord | None:
+        """The tokenizer whose tokens they are; None where nobody knows."""
+        return TokenizerRecord(BYTES, VOCABULARY_SIZE) if self.file is None else self.file.record
+
+    def largest(self) -> int:
+        """The largest id, in a token file of sampled pieces."""
+        return max(map(_largest, documents_of(self.name))) if self.file is None else self.file.largest_sampled()
 
 
 def unknown_ids(plan: Plan) -> list[str]:
     """Ids of the data that the model of a plan has not, one text for each source of them.
 
-    A vocabulary that has all bytes needs no look at the data. Raises `PlanError` for data that cannot be read.
+    A vocabulary that has all bytes needs no look at a text. Of token files pieces are looked at; ranks look at the rest
+    as they read it (`Stream`). Raises `PlanError` for data that cannot be read.
     """
     padding, problems = plan.model.padding_rows, []
     ids = plan.model.vocab_size - padding
     has = f"{_vocabulary(plan)} has ids up to {ids - 1}"
-    largest = max(map(_largest, documents_of(plan.train.data))) if ids < VOCABULARY_SIZE else -1
-    if largest >= ids:
-        problems.append(
-            f"train.data={plan.train.data!r} has ids (bytes) up to {largest}, and {has}. "
-            f"Use model.vocab_size={largest + 1 + padding} or more."
-        )
+    for source in _sources(plan):
+        largest = source.largest() if source.file is not None or ids < VOCABULARY_SIZE else -1
+        if largest >= ids:
+            problems.append(
+                f"{source.given} has ids {'(bytes) ' if source.file is None else ''}up to {largest}, and {has}. "
+                f"Use model.vocab_size={largest + 1 + padding} or more."
+            )
     fill = plan.train.ignore_token
     if plan.train.padded and fill is not None and fill >= ids:
         problems.append(
@@ -55,9 +72,9 @@ def unknown_ids(plan: Plan) -> list[str]:
     return problems
 
 
-def no_bytes(plan: AnyPlan) -> list[str]:
-    """Why bytes are not the tokens of a plan's models, one text for each model; empty where they are."""
-    return [of_part(part, problem) for part in plan.parts for problem in _no_bytes(part)]
+def other_tokens(plan: AnyPlan) -> list[str]:
+    """Why the data are not the tokens of a plan's models, one text for each model; empty where they are."""
+    return [of_part(part, problem) for part in plan.parts for problem in _other_tokens(part)]
 
 
 def of_part(part: Plan, problem: str) -> str:
@@ -65,23 +82,76 @@ def of_part(part: Plan, problem: str) -> str:
     return f'module "{part.name}": {problem}' if part.name else problem
 
 
-def _no_bytes(plan: Plan) -> list[str]:
-    given = f"train.data={plan.train.data!r} gives bytes, ids 0 to {VOCABULARY_SIZE - 1}"
-    if found := _tokenizer_of(plan.train.load):
+def _other_tokens(plan: Plan) -> list[str]:
+    sources = _sources(plan)
+    known = {source.record.digest: source for source in sources if source.record is not None}
+    if len(known) > 1:
+        first, other = list(known.values())[:2]
         return [
-            f"train.load={plan.train.load!r} holds {', '.join(found)}: the ids of this model are tokens of that "
-            f"tokenizer, and {given}. There is no tokenizer here yet. Load a model of bytes; if this one was trained "
-            "on "
-            "bytes, take the tokenizer's files out of its folder."
+            f"{_made_by(first)}, and {_made_by(other)}. Tokenize all data with one tokenizer (`shardproof tokenize`)."
         ]
-    if plan.model.vocab_size - plan.model.padding_rows <= MOST_IDS_OF_BYTES:
-        return []
-    size = f"model.vocab_size={VOCABULARY_SIZE}"
-    own = f"Use {size} (--set {size}), or a model of bytes such as --model tiny-llama"
-    return [
-        f"{_vocabulary(plan)} is no vocabulary of bytes, which has {VOCABULARY_SIZE} to {MOST_IDS_OF_BYTES} ids, and "
-        f"{given}. There is no tokenizer here yet. {own if plan.train.load is None else 'Load a model of bytes'}."
-    ]
+    if plan.train.load is not None and (found := tokenizer_of(plan.train.load)):
+        return [problem for source in sources for problem in _not_of_model(source, plan.train.load, found)][:1]
+    return [problem for source in sources for problem in _no_vocabulary(plan, source)][:1]
+
+
+def _sources(plan: Plan) -> list[_Source]:
+    """All texts and token files of a plan. Raises `PlanError` for a token file that is not there or is damaged."""
+    sources = []
+    for key in ("data", "validation_data"):
+        for _, name in named_data(getattr(plan.train, key) or ""):
+            if name:
+                path = token_file_of(name)
+                sources.append(_Source(key, name, None if path is None else open_tokens(path)))
+    return sources
+
+
+def _not_of_model(source: _Source, folder: str, found: list[str]) -> Iterator[str]:
+    """Why data are not tokens of the model in a folder, which comes with the tokenizer files that were `found`."""
+    model = f"train.load={folder!r} holds {', '.join(found)}: the ids of this model are tokens of that tokenizer"
+    path = Path(folder) / TOKENIZER_FILE
+    if not path.is_file():
+        yield (
+            f"{model}, and only a {TOKENIZER_FILE} can be compared with that of the data. Write one next to them: "
+            "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` of transformers does."
+        )
+        return
+    how = f"Use `shardproof tokenize FILES --tokenizer {path} -o PREFIX` and train.data=PREFIX."
+    if source.file is None:
+        bytes_too = "; if it was trained on bytes, take the tokenizer's files out of its folder"
+        yield f"{model}, and {source.given} gives bytes, ids 0 to {VOCABULARY_SIZE - 1}. {how[:-1]}{bytes_too}."
+    elif source.record is None:
+        yield f"{model}, and nobody recorded which tokenizer made {source.given}. {how}"
+    elif source.record.digest != tokenizer_digest(path):
+        yield f"{model}, and {_made_by(source)}, which is another. {how}"
+
+
+def _no_vocabulary(plan: Plan, source: _Source) -> Iterator[str]:
+    """Why data are not tokens of a model that comes without a tokenizer: it has too few ids, or is no model of
+    bytes."""
+    record, num_ids = source.record, plan.model.vocab_size - plan.model.padding_rows
+    if record is None:
+        return
+    if record.digest != BYTES:
+        if num_ids < record.vocab_size:
+            needed = record.vocab_size + plan.model.padding_rows
+            yield (
+                f"{_made_by(source)}, which has {record.vocab_size} ids, and {_vocabulary(plan)} has {num_ids}. Use "
+                f"model.vocab_size={needed} (--set model.vocab_size={needed})."
+            )
+    elif num_ids > MOST_IDS_OF_BYTES:
+        size = f"model.vocab_size={VOCABULARY_SIZE}"
+        own = f"Use {size} (--set {size}), a model of bytes such as --model tiny-llama"
+        other = "or tokenize the text (`shardproof tokenize`)"
+        yield (
+            f"{_vocabulary(plan)} is no vocabulary of bytes, which has {VOCABULARY_SIZE} to {MOST_IDS_OF_BYTES} ids, "
+            f"and {source.given} gives bytes, ids 0 to {VOCABULARY_SIZE - 1}. "
+            f"{own if plan.train.load is None else 'Load a model of bytes'}, {other}."
+        )
+
+
+def _made_by(source: _Source) -> str:
+    return f"{source.given} has tokens of {'' if source.record is None else source.record.named}"
 
 
 def _vocabulary(plan: Plan) -> str:
@@ -91,8 +161,3 @@ def _vocabulary(plan: Plan) -> str:
 
 def _largest(document: bytes) -> int:
     return int(np.frombuffer(document, dtype=np.uint8).max(initial=0))
-
-
-def _tokenizer_of(folder: str | None) -> list[str]:
-    """The files of a tokenizer in a folder of weights."""
-    return [] if folder is None else [name for name in TOKENIZER_FILES if (Path(folder) / name).is_file()]

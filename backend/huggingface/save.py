@@ -4,6 +4,7 @@ depend on the layout."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ...core.base.errors import PlanError, named
 from ...core.base.files import write_text
 from ...core.model.parameters import expert_biases
 from ...core.plan.plan import Plan
+from ..data.tokenizer_files import tokenizer_files
 from ..tensor_parallel import Shard
 from ..tensor_parallel.context import DTYPES
 from ..transport.base import Group
@@ -31,8 +33,8 @@ MAX_FILE_BYTES = 5 * 10**9
 def save_weights(
     plan: Plan, path: str, shards: Iterable[Shard], world: Group, device: torch.device, max_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Writes the model in the plan's precision to the folder `path`, which all ranks see; every rank of
-    `world` calls it together.
+    """Writes the model in the plan's precision to the folder `path`, which all ranks see, with its tokenizer where it
+    has one (`tokenizer_files`); every rank of `world` calls it together.
 
     Whoever finds the folder while it is written finds no `model*.safetensors` in it. Raises
     `PlanError` as `check_save` does.
@@ -55,6 +57,8 @@ def save_weights(
             file.replace(folder / layout.name)
         if len(layouts) > 1:
             write_text(folder / INDEX, index_of(layouts))
+        for name, file in tokenizer_files(plan).items():
+            shutil.copyfile(file, folder / name)
         write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     world.barrier()
 

@@ -33,7 +33,7 @@ class Batches:
         self._sizes = plan.batch
         self._mesh = mesh
         self._transport = transport
-        self.corpus = Corpus.load(plan.train.data) if mesh.coordinates["tp"] == 0 else None
+        self.corpus = Corpus.of(plan) if mesh.coordinates["tp"] == 0 else None
         self.num_counted = self.num_tokens
 
     def begin_batches_of(self, plan: Plan) -> None:

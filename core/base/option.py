@@ -43,7 +43,7 @@ class About(TypedDict, total=False):
     read_by: Required[str]
     more: str
     key: str
-    kind: Literal["path", "size"]
+    kind: Literal["path", "data", "size"]
     choices: tuple[str, ...]
     minimum: float
     maximum: float

@@ -23,6 +23,7 @@ QUESTIONS = {
     "verify": "is it right? static rules; --dynamic proves bits against one device",
     "draw": "show me: a Gantt chart, or the loss curves of runs, in the terminal, as SVG or PNG",
     "train": "run it: real processes, here or under torchrun",
+    "tokenize": "what are the tokens of this text? text or JSONL files to a token file that train reads",
     "calibrate": "what does this machine take? measures products, kernels and collectives into a cluster file",
     "doctor": "what runs on this machine? compiled parts, transports, bits, speeds; --gpus: its GPUs too",
     "presets": "which models, clusters and schedules are known by name?",

@@ -21,6 +21,7 @@ from ..machine.cluster_presets import cluster_preset
 from ..model.huggingface import read_config
 from ..model.model import ModelSpec
 from ..model.model_presets import model_preset
+from .data_names import data_from
 from .keys import KEYS, NOUNS, Key, keys_of
 from .optimizer import Optimizer
 from .parameter_groups import group_complaints, group_of
@@ -306,6 +307,7 @@ def key_complaint(key: Key, value: Any) -> str:
         "bool": "true or false",
         "str": "a text in quotes",
         "path": "a path in quotes",
+        "data": "a path in quotes, or weights and paths",
         "two floats": "a list of two numbers",
         "list of ints": "a list of whole numbers in square brackets",
         "list of texts": "a list of texts in square brackets",
@@ -357,7 +359,7 @@ def _has_type(key: Key, value: Any) -> bool:
         return size_of(_size_text(value), 1.0) is not None if isinstance(value, str) or _is_number(value) else False
     if key.type == "bool":
         return isinstance(value, bool)
-    if key.type in ("str", "path"):
+    if key.type in ("str", "path", "data"):
         return isinstance(value, str) and value != ""
     if key.type == "two floats":
         return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
@@ -402,8 +404,14 @@ def _converted(key: Key, given: Given) -> Any:
         return tuple(map(group_of, value))
     if key.type == "table of rates":
         return {name: float(rate) for name, rate in value.items()}
+<<<<<<< HEAD
     if key.type == "path" and given.folder is not None and value != "python-stdlib" and not is_url(str(value)):
+=======
+    if key.type == "path" and given.folder is not None:
+>>>>>>> data
         return str(given.folder / value)
+    if key.type == "data" and given.folder is not None:
+        return data_from(given.folder, value)
     return value
 
 

@@ -67,6 +67,7 @@ def _type(key: Key) -> dict[str, Any]:
         "bool": {"type": "boolean"},
         "str": text,
         "path": text,
+        "data": text,
         "two floats": {"type": "array", "items": real, "minItems": 2, "maxItems": 2},
         "list of ints": {"type": "array", "items": whole},
         "list of texts": {"type": "array", "items": text},

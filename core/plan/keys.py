@@ -42,6 +42,7 @@ KeyType = Literal[
     "bool",
     "str",
     "path",
+    "data",
     "two floats",
     "list of ints",
     "list of texts",

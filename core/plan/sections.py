@@ -496,9 +496,30 @@ class Train(Bounded, section="train"):
 
     steps: int = option("optimizer steps", default=20, minimum=0, read_by="backend.trainer")
     data: str = option(
-        "a text file, a folder, or python-stdlib", default="python-stdlib", kind="path", read_by="backend.ranks.batches"
+        "a text file, a folder, a token file, or python-stdlib",
+        default="python-stdlib",
+        kind="data",
+        more=(
+            "A token file has the name PREFIX of PREFIX.bin and PREFIX.idx, or is a plain .bin file. Several have "
+            'weights: "0.3 news 0.7 books".'
+        ),
+        read_by="backend.data.corpus",
     )
     _: KW_ONLY
+    split: str | None = option(
+        "shares of documents for training, validation and tests, in their order: 949,50,1",
+        default=None,
+        default_note="90,10",
+        more="Test documents are left out. Without, every tenth file of a folder is for validation.",
+        read_by="backend.data.corpus",
+    )
+    validation_data: str | None = option(
+        "validation text or tokens of its own, named as data",
+        default=None,
+        kind="data",
+        default_note="part of data",
+        read_by="backend.data.corpus",
+    )
     load: str | None = option(
         "a folder of Hugging Face (config.json, safetensors), Megatron-LM (torch_dist) or torchtitan",
         default=None,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...backend.data.token_files import token_file_of
 from ...backend.trainer import usual_transport
 from ...backend.unsupported import unsupported_graphs
 from ...core.base.divisors import divisors
@@ -25,8 +26,9 @@ from ...core.machine.cluster_presets import cluster_preset
 from ...core.machine.variation import NO_VARIATION
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import count_parameters
+from ...core.plan.data_names import named_data
 from ...core.plan.plan import AnyPlan, ModularPlan, Plan
-from ...core.plan.sections import Batch, Numerics
+from ...core.plan.sections import Batch, Numerics, Train
 from ...core.schedule import CATALOG
 from ...core.schedule.passes import MAX_ACTIVE_STAGES
 from ..run.proof_run import TransportName
@@ -277,8 +279,16 @@ def _shrink(plan: Plan, most_ranks: int) -> Plan:
         ),
         recompute=replace(plan.recompute, layers=_small_layers(plan.recompute.layers, model)),
         offload=replace(plan.offload, activations=min(plan.offload.activations, model.num_layers)),
-        train=replace(plan.train, load=None),
+        train=_small_train(plan.train),
     )
+
+
+def _small_train(train: Train) -> Train:
+    """Without weights to load, and without token files: their ids are of a vocabulary that a twin has not."""
+    sources = [*named_data(train.data), *named_data(train.validation_data or "")]
+    if any(source.name and token_file_of(source.name) for source in sources):
+        train = replace(train, data=Train().data, validation_data=None, split=None)
+    return replace(train, load=None)
 
 
 def _small_shard(plan: Plan, layout: Layout) -> int | None:
@@ -490,6 +500,7 @@ def _sentences(before: Plan, after: Plan) -> list[str]:
         ("leaf sizes", _blocks(before), _blocks(after)),
         ("recompute.layers", before.recompute.layers, after.recompute.layers),
         ("offload.activations", before.offload.activations, after.offload.activations),
+        ("train.data", before.train.data, after.train.data),
         ("train.load", before.train.load, after.train.load),
     ]
     return [f"{name} {old} -> {new}: to fit this host." for name, old, new in pairs if old != new]

@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from ...backend.data import corpus as data
+from ...backend.data import order
 from ...backend.launching.launch import private_folder
 from ...backend.ranks.batches import Batches
 from ...core.plan.plan import Plan
@@ -55,9 +55,9 @@ def forgets_the_epoch(patches: Patches) -> None:
     """After a resumption passes over the text are counted from zero: what comes is shuffled as in the first."""
 
     def make(permutation: Function) -> Function:
-        return lambda num_windows, seed, epoch: permutation(num_windows, seed, 0)
+        return lambda num_items, seed, epoch: permutation(num_items, seed, 0)
 
-    patches.replace(data, "_permutation", make)
+    patches.replace(order, "permutation", make)
 
 
 @functools.cache

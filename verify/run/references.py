@@ -54,4 +54,7 @@ def _run(job: ProofJob) -> Checked:
 
 def _is_fixed(plan: AnyPlan) -> bool:
     """Whether a plan alone says what is computed."""
-    return all(part.train.data == Train().data and part.train.load is None for part in plan.parts)
+    return all(
+        part.train.data == Train().data and part.train.validation_data is None and part.train.load is None
+        for part in plan.parts
+    )

@@ -60,11 +60,13 @@ from .schedule import (
 from .training import (
     ADAPTING,
     checkpoints_have_a_folder,
+    data_are_split_once,
     dtype_has_peak,
     loss_scales_are_powers_of_two,
     padding_is_distinguished,
     products_are_named_once,
     scalings_are_modelled,
+    weights_are_positive,
 )
 from .variation import (
     checkpoints_need_failures,
@@ -395,6 +397,7 @@ RULES: tuple[Rule, ...] = (
         padding_is_distinguished,
     ),
     Rule(
+<<<<<<< HEAD
         "rates-are-ordered",
         (
             *(f"optimizer.{name}" for name in ("schedule", "warmup_steps", "warmup_fraction", "initial_learning_rate")),
@@ -403,6 +406,18 @@ RULES: tuple[Rule, ...] = (
         ),
         "learning rates rise to the peak and fall to the least, and weight decay rises, each in its time",
         rates_are_ordered,
+=======
+        "data-are-split-once",
+        ("train.split", "train.validation_data"),
+        "validation data are a share of the documents, or data of their own",
+        data_are_split_once,
+    ),
+    Rule(
+        "weights-are-positive",
+        ("train.data", "train.validation_data"),
+        "every source of a blend has a positive weight",
+        weights_are_positive,
+>>>>>>> data
     ),
     Rule(
         "dtype-has-peak",

@@ -1,4 +1,4 @@
-"""The rules of number formats, loss scales and checkpoints. `table` has them in order."""
+"""The rules of number formats, loss scales, checkpoints and training data. `table` has them in order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ...machine.cluster import ClusterSpec
+from ..data_names import named_data, split_of
 from ..sections import ALL_PRODUCTS, NO_PRODUCTS, Checkpoint, Numerics, Precision, Runtime, Train
 from ..stacks import SCALING_STACKS
 
@@ -95,3 +96,29 @@ def padding_is_distinguished(train: Train, runtime: Runtime) -> Iterator[str]:
             "trim_padding=true leaves padding out, but padded=true is not set. Set train.padded = true, or leave "
             "trim_padding out."
         )
+
+
+def data_are_split_once(train: Train) -> Iterator[str]:
+    """Validation data are a part of the data, or data of their own."""
+    if train.split is None:
+        return
+    if train.validation_data is not None:
+        yield (
+            f'split="{train.split}" cuts validation data off, and validation_data names others. Leave one of the two '
+            "out."
+        )
+    try:
+        shares = split_of(train.split)
+    except ValueError as error:
+        yield f'split="{train.split}" does not say how documents are split: {error}. Use "949,50,1", say.'
+    else:
+        if not (shares[0] and shares[1]) and train.validation_data is None:
+            yield f'split="{train.split}" leaves no documents for training or none for validation. Use "949,50,1", say.'
+
+
+def weights_are_positive(train: Train) -> Iterator[str]:
+    """Every source of a blend has a share."""
+    for key in ("data", "validation_data"):
+        for weight, name in named_data(getattr(train, key) or ""):
+            if weight <= 0:
+                yield f"{key} has {name} with weight {float(weight):g}. Use a positive weight, or leave it out."

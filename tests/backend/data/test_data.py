@@ -26,16 +26,16 @@ def test_targets_are_one_token_ahead_and_int64(digits):
     tokens, targets = digits.batch(0, 3, 16, 1234)
     assert tokens.shape == targets.shape == (3, 16) and tokens.dtype == targets.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    text = bytes(digits.train)
+    text = bytes(digits.train.ids)
     for row, ahead in zip(tokens.tolist(), targets.tolist(), strict=True):
         assert text.find(bytes([*row, ahead[-1]])) % 16 == 0
 
 
 def test_one_pass_shows_every_window_once_and_the_next_pass_another_order(digits):
-    num_windows = digits.num_windows(16)
+    num_windows = digits.train.num_windows(16)
     assert num_windows == 56  # 899 // 16
     passes = [digits.batch(step * 56, (step + 1) * 56, 16, 7)[0] for step in (0, 1)]
-    starts = [[bytes(digits.train).find(bytes(row)) for row in tokens.tolist()] for tokens in passes]
+    starts = [[bytes(digits.train.ids).find(bytes(row)) for row in tokens.tolist()] for tokens in passes]
     assert sorted(starts[0]) == sorted(starts[1]) == [16 * i for i in range(56)]
     assert starts[0] != starts[1] and starts[0] != sorted(starts[0])
 
@@ -64,16 +64,18 @@ def test_another_seed_gives_another_order_and_torch_and_numpy_seeds_do_not_matte
 def test_the_order_of_windows_is_that_of_the_raw_philox_words(digits):
     words = np.random.Philox(key=np.array([1234, 0], dtype=np.uint64)).random_raw(56)
     smallest = int(np.argmin(words))
-    assert bytes(digits.batch(0, 1, 16, 1234)[0][0].tolist()) == bytes(digits.train[smallest * 16 : smallest * 16 + 16])
+    assert bytes(digits.batch(0, 1, 16, 1234)[0][0].tolist()) == bytes(
+        digits.train.ids[smallest * 16 : smallest * 16 + 16]
+    )
 
 
 def test_validation_is_the_last_tenth_of_a_file_and_repeats_in_order(digits):
-    assert (len(digits.train), len(digits.validation)) == (900, 100)
+    assert (len(digits.train.ids), len(digits.validation.ids)) == (900, 100)
     tokens, targets = digits.validation_batch(0, 13, 16)
-    assert digits.num_validation_windows(16) == 6
+    assert digits.validation.num_windows(16) == 6
     assert torch.equal(tokens[:6], tokens[6:12]) and torch.equal(tokens[0], tokens[12])
-    assert bytes(tokens[:6].flatten().tolist()) == bytes(digits.validation[:96])
-    assert targets[0, -1] == digits.validation[16]
+    assert bytes(tokens[:6].flatten().tolist()) == bytes(digits.validation.ids[:96])
+    assert targets[0, -1] == digits.validation.ids[16]
 
 
 def test_a_folder_gives_every_tenth_file_by_name_to_validation(tmp_path):
@@ -82,17 +84,19 @@ def test_a_folder_gives_every_tenth_file_by_name_to_validation(tmp_path):
         (tmp_path / "sub" / f"{i:02d}.txt").write_text(f"document {i:02d} ")
     (tmp_path / ".hidden").write_text("secret")
     corpus = Corpus.load(str(tmp_path))
-    assert bytes(corpus.validation) == b"document 09 \ndocument 19 "
-    assert bytes(corpus.train).startswith(b"document 00 \ndocument 01 ") and b"secret" not in bytes(corpus.train)
-    assert b"document 09" not in bytes(corpus.train)
+    assert bytes(corpus.validation.ids) == b"document 09 \ndocument 19 "
+    assert bytes(corpus.train.ids).startswith(b"document 00 \ndocument 01 ") and b"secret" not in bytes(
+        corpus.train.ids
+    )
+    assert b"document 09" not in bytes(corpus.train.ids)
 
 
 def test_the_standard_library_is_over_3_megabytes_and_its_validation_text_is_not_in_training():
     corpus = Corpus.load("python-stdlib")
-    assert len(corpus.train) > 3_000_000 and len(corpus.validation) > 300_000
-    assert max(corpus.train.max(), corpus.validation.max()) < VOCABULARY_SIZE
-    train = bytes(corpus.train)
-    validation = bytes(corpus.validation)
+    assert len(corpus.train.ids) > 3_000_000 and len(corpus.validation.ids) > 300_000
+    assert max(corpus.train.ids.max(), corpus.validation.ids.max()) < VOCABULARY_SIZE
+    train = bytes(corpus.train.ids)
+    validation = bytes(corpus.validation.ids)
     middles = [validation[at : at + 400] for at in range(0, len(validation) - 400, 20_000)]
     assert not any(middle in train for middle in middles)
     assert len(set(STDLIB_SOURCES)) == len(STDLIB_SOURCES)
@@ -101,13 +105,15 @@ def test_the_standard_library_is_over_3_megabytes_and_its_validation_text_is_not
 def test_the_standard_library_is_the_same_text_in_another_interpreter():
     code = (
         "import hashlib; from shardproof.backend.data.corpus import Corpus; c = Corpus.load('python-stdlib');"
-        "print(hashlib.sha256(c.train.tobytes() + c.validation.tobytes()).hexdigest())"
+        "print(hashlib.sha256(c.train.ids.tobytes() + c.validation.ids.tobytes()).hexdigest())"
     )
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"}
     )
     corpus = Corpus.load("python-stdlib")
-    assert other.stdout.strip() == hashlib.sha256(corpus.train.tobytes() + corpus.validation.tobytes()).hexdigest()
+    assert (
+        other.stdout.strip() == hashlib.sha256(corpus.train.ids.tobytes() + corpus.validation.ids.tobytes()).hexdigest()
+    )
 
 
 def test_missing_empty_and_short_data_are_plan_errors_that_say_what_would_work(tmp_path, digits):
@@ -129,7 +135,7 @@ def test_missing_empty_and_short_data_are_plan_errors_that_say_what_would_work(t
 
 def test_text_cannot_be_changed_by_accident(digits):
     with pytest.raises(ValueError, match="read-only"):
-        digits.train[0] = 1
+        digits.train.ids[0] = 1
 
 
 def test_documents_of_a_sample_begin_where_files_do_and_one_cut_by_the_window_at_its_first_token(tmp_path):
@@ -138,7 +144,7 @@ def test_documents_of_a_sample_begin_where_files_do_and_one_cut_by_the_window_at
     for number in range(20):
         (tmp_path / f"{number:02}.txt").write_text(chr(97 + number) * 9)
     corpus = Corpus.load(str(tmp_path))
-    assert corpus.train_starts.tolist() == list(range(0, 180, 10)) and corpus.validation_starts.tolist() == [0, 10]
+    assert corpus.train.starts.tolist() == list(range(0, 180, 10)) and corpus.validation.starts.tolist() == [0, 10]
     tokens, _ = corpus.batch(0, 4, 16, 7)
     begins = corpus.documents(0, 4, 16, 7)
     assert begins.shape == tokens.shape and begins.dtype == torch.int64
@@ -151,7 +157,7 @@ def test_documents_of_a_sample_begin_where_files_do_and_one_cut_by_the_window_at
 def test_one_file_is_one_document_whose_tail_is_another(tmp_path):
     (tmp_path / "text").write_text("0123456789" * 5)
     corpus = Corpus.load(str(tmp_path / "text"))
-    assert corpus.train_starts.tolist() == corpus.validation_starts.tolist() == [0]
+    assert corpus.train.starts.tolist() == corpus.validation.starts.tolist() == [0]
     assert corpus.documents(0, 2, 8, 1).unique().tolist() == [0]
 
 

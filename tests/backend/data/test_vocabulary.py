@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from helpers.plans import product_plan
 from shardproof import Trainer
 from shardproof.backend.data.text import STDLIB, documents_of
-from shardproof.backend.data.vocabulary import no_bytes, unknown_ids
+from shardproof.backend.data.tokenizer_files import tokenizer_files
+from shardproof.backend.data.tokenizer_record import TokenizerRecord, record_path, tokenizer_digest
+from shardproof.backend.data.vocabulary import other_tokens, unknown_ids
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.cli import main
 from shardproof.core.model.model_presets import MODEL_PRESETS, model_preset
@@ -95,13 +98,13 @@ def test_prove_and_trainer_refuse_it_too_and_a_twin_does_not_hide_it(text):
 
 
 def test_presets_of_bytes_are_trained_on_bytes_and_no_others():
-    of_bytes = {name for name in MODEL_PRESETS if not no_bytes(plan_of(model=name))}
+    of_bytes = {name for name in MODEL_PRESETS if not other_tokens(plan_of(model=name))}
     assert of_bytes == {name for name in MODEL_PRESETS if name.startswith("tiny-")}
 
 
 @pytest.mark.parametrize(("vocab_size", "padding_rows"), [(256, 0), (259, 0), (384, 0), (512, 0), (50304, 50304 - 257)])
 def test_bytes_and_some_marks_are_a_vocabulary_of_bytes_however_it_is_padded(vocab_size, padding_rows):
-    assert no_bytes(plan_of(vocab_size=vocab_size, padding_rows=padding_rows)) == []
+    assert other_tokens(plan_of(vocab_size=vocab_size, padding_rows=padding_rows)) == []
 
 
 def test_a_model_of_other_tokens_is_refused_with_what_to_do_and_a_dry_run_says_so(capsys):
@@ -110,9 +113,9 @@ def test_a_model_of_other_tokens_is_refused_with_what_to_do_and_a_dry_run_says_s
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == (
         "shardproof train: model.vocab_size=50257 of gpt2 is no vocabulary of bytes, which has 256 to 512 ids, and "
-        "train.data='python-stdlib' gives bytes, ids 0 to 255. There is no tokenizer here yet. Use "
-        "model.vocab_size=256 "
-        "(--set model.vocab_size=256), or a model of bytes such as --model tiny-llama.\n"
+        "train.data='python-stdlib' gives bytes, ids 0 to 255. Use model.vocab_size=256 "
+        "(--set model.vocab_size=256), a model of bytes such as --model tiny-llama, or tokenize the text "
+        "(`shardproof tokenize`).\n"
     )
     assert main([*options, "--dry-run", "--json"]) == 0
     captured = capsys.readouterr()
@@ -138,6 +141,71 @@ def test_weights_that_come_with_a_tokenizer_are_refused_and_those_without_are_tr
         f"train.load='{folder}' holds tokenizer.json, merges.txt: the ids of this model are tokens of that"
     ) in captured.err
     assert captured.out == ""
+
+
+def record(path, digest, vocab_size):
+    record_path(path).write_text(TokenizerRecord(digest, vocab_size).to_json())
+
+
+def test_token_files_are_compared_with_the_tokenizer_of_the_model(tmp_path):
+    folder, path = tmp_path / "model", tmp_path / "tokens.bin"
+    folder.mkdir()
+    np.arange(300, dtype="<u2").tofile(path)
+    (folder / "vocab.json").write_text("{}")
+    plan = plan_of(path, vocab_size=1000, load=str(folder))
+    (problem,) = other_tokens(plan)
+    assert "only a tokenizer.json can be compared" in problem
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}, "truncation": null}')
+    (problem,) = other_tokens(plan)
+    assert f"nobody recorded which tokenizer made train.data='{path}'. Use `shardproof tokenize" in problem
+    record(path, "bytes", 256)
+    (problem,) = other_tokens(plan)
+    assert f"train.data='{path}' has tokens of bytes, which is another." in problem
+    record(path, tokenizer_digest(folder / "tokenizer.json"), 1000)
+    assert other_tokens(plan) == []
+    (folder / "tokenizer.json").write_text('{\n "truncation": {"max_length": 9},\n "model": {"type": "BPE"}\n}')
+    assert other_tokens(plan) == [], "another way to write the same tokenizer"
+    (folder / "tokenizer.json").write_text('{"model": {"type": "Unigram"}}')
+    assert "which is another" in other_tokens(plan)[0]
+
+
+def test_without_a_tokenizer_in_the_model_the_number_of_ids_counts(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.arange(300, dtype="<u2").tofile(path)
+    assert other_tokens(plan_of(path, vocab_size=50257)) == [] and unknown_ids(plan_of(path, vocab_size=300)) == []
+    assert unknown_ids(plan_of(path, vocab_size=299)) == [
+        f"train.data='{path}' has ids up to 299, and model.vocab_size=299 of tiny-gpt has ids up to 298. "
+        "Use model.vocab_size=300 or more."
+    ]
+    record(path, "ab" * 32, 1000)
+    assert other_tokens(plan_of(path, vocab_size=1000)) == []
+    (problem,) = other_tokens(plan_of(path, vocab_size=990))
+    assert "digest abababababab..., which has 1000 ids, and model.vocab_size=990" in problem
+    assert "Use model.vocab_size=1000" in problem
+    (problem,) = other_tokens(plan_of(f"1 {path} 1 {STDLIB}", vocab_size=1000))
+    assert "has tokens of bytes. Tokenize all data with one tokenizer" in problem
+    (problem,) = other_tokens(plan_of(path, vocab_size=1000, validation_data=STDLIB))
+    assert "train.validation_data='python-stdlib' has tokens of bytes" in problem
+
+
+def test_weights_are_written_with_the_tokenizer_of_the_model_or_else_with_that_of_the_data(tmp_path):
+    folder, path = tmp_path / "model", tmp_path / "tokens.bin"
+    folder.mkdir()
+    path.write_bytes(bytes(40))
+    assert tokenizer_files(plan_of(path)) == tokenizer_files(plan_of(STDLIB)) == {}
+    (copy := tmp_path / "tokens.tokenizer.json").write_text("{}")
+    assert tokenizer_files(plan_of(f"1 {STDLIB} 2 {path}", load=str(folder))) == {"tokenizer.json": copy}
+    for name in ("vocab.json", "special_tokens_map.json", "notes.md"):
+        (folder / name).write_text("{}")
+    found = tokenizer_files(plan_of(path, load=str(folder)))
+    assert found == {name: folder / name for name in ("vocab.json", "special_tokens_map.json")}
+
+
+def test_a_twin_of_a_plan_on_a_token_file_is_proved_on_bytes(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.full(300, 50_000, dtype="<u2").tofile(path)
+    proof = prove(plan_of(path, model="gpt2"), transport="memory", steps=1)
+    assert proof.ok and any(f"train.data {path} -> python-stdlib" in change for change in proof.changes)
 
 
 def test_a_plan_of_other_tokens_is_still_proved():

@@ -118,7 +118,7 @@ def test_transformers_predicts_the_token_after_next_from_our_files(layout, tmp_p
     )
     main = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
     modules = modeling_layers.MtpModel.from_pretrained(main).eval()
-    tokens, targets = Corpus.load(str(data)).batch(0, 0, SAMPLES, SEQUENCE, plan.train.seed, SAMPLES)
+    tokens, targets = Corpus.load(str(data)).batch(0, SAMPLES, SEQUENCE, plan.train.seed)
     positions = torch.arange(SEQUENCE)[None]
     with torch.no_grad():
         hidden = main.model(tokens).last_hidden_state

@@ -156,7 +156,7 @@ def test_only_the_first_rank_of_a_group_opens_the_data_and_all_train_on_it(ignor
     plan = plan_of(tp=2, dp=2)
     if ignore_token is not None:
         plan = replace(plan, train=replace(plan.train, ignore_token=ignore_token))
-    tokens, _ = Corpus.load(__file__).batch(0, 0, 4, 16, plan.train.seed, 4)
+    tokens, _ = Corpus.load(__file__).batch(0, 4, 16, plan.train.seed)
     for global_rank, (own, opened, events) in enumerate(run_threads(MemoryWorld(4, timeout_s=60), batches_job, plan)):
         here = plan.layout.coordinates(global_rank)
         assert torch.equal(own, tokens[slice(*plan.samples_of(here["dp"]))])

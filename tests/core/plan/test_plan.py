@@ -412,6 +412,14 @@ BROKEN = {
         ("steps = 20", "steps = 20\npadded = true"),
         "padded=true fills sequences up with ignore_token, which is not",
     ),
+    "data-are-split-once": (
+        ("steps = 20", 'steps = 20\nsplit = "90,10"\nvalidation_data = "held_out.txt"'),
+        "cuts validation data off, and validation_data names others",
+    ),
+    "weights-are-positive": (
+        ("steps = 20", 'steps = 20\nvalidation_data = "0 a 1 b"'),
+        "validation_data has a with weight 0",
+    ),
     "name-or-file": (('name = "1F1B"', 'name = "GPipe"\nfile = "x.csv"'), "both choose a schedule"),
     "positions-suffice": (
         ("sequence = 2048", "sequence = 4096"),

@@ -101,7 +101,7 @@ def test_messages_are_as_long_as_the_longest_document_of_their_microbatch_in_who
     (lengths, sent), (there, back) = run_ranks(
         lengths_and_messages, padded(folder, Layout(pp=2), micro=2), world_size=2, transport="memory"
     )
-    tokens, _ = Corpus.load(folder).padded(0, 0, 6, SEQUENCE, Train().seed, 6, 0)
+    tokens, _ = Corpus.load(folder).padded(0, 6, SEQUENCE, Train().seed, 0)
     documents = (tokens != 0).sum(1).tolist()
     assert (
         lengths == there == [-(-max(documents[i : i + 2]) // BLOCK) * BLOCK for i in (0, 2, 4)]

@@ -180,13 +180,14 @@ def swaps_the_data_of_two_ranks(fault: Fault, patches: Patches) -> None:
     one = fault.place % dp
     other = (one + 1 + fault.global_rank % (dp - 1)) % dp
     intervals = [fault.plan.samples_of(each) for each in (one, other)]
+    before = fault.step * fault.plan.batch.global_size
 
     def make(batch: Callable[..., Any]) -> Callable[..., Any]:
-        def swapped(corpus: Corpus, step: int, first: int, last: int, *rest: Any) -> Any:
-            if step == fault.step and (first, last) in intervals:
-                first, _ = intervals[1 - intervals.index((first, last))]
-                last = first + len(range(*intervals[0]))
-            return batch(corpus, step, first, last, *rest)
+        def swapped(corpus: Corpus, first: int, last: int, *rest: Any) -> Any:
+            if (first - before, last - before) in intervals:
+                start, _ = intervals[1 - intervals.index((first - before, last - before))]
+                first, last = before + start, before + start + len(range(*intervals[0]))
+            return batch(corpus, first, last, *rest)
 
         return swapped
 
