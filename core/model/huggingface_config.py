@@ -13,7 +13,8 @@ from typing import Any
 from ..base.errors import ModelError
 from .attention_kinds import layer_window, of_layer, pattern_of
 from .huggingface import model_from_config
-from .model import SCALING_FIELDS, ModelSpec
+from .model import ModelSpec
+from .model_fields import SCALING_FIELDS
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 """`precision.dtype` -> what the files call it."""

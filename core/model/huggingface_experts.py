@@ -23,7 +23,8 @@ from .huggingface_keys import (
     window_fields,
 )
 from .huggingface_windows import qwen_windows
-from .model import QUICK_GELU, ModelSpec
+from .model import ModelSpec
+from .model_fields import QUICK_GELU
 
 
 def _mixtral(config: Config, name: str, source: str) -> ModelSpec:

@@ -9,7 +9,8 @@ from typing import Any
 from ..base.errors import ModelError, Problem
 from .attention_kinds import pattern_of
 from .expert_layers import pattern_of as expert_layers_of
-from .model import SCALING_FIELDS, ModelSpec
+from .model import ModelSpec
+from .model_fields import SCALING_FIELDS
 
 Config = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ ROOT = Path(shardproof.__file__).parent
 PARSERS = ("core.plan.keys", "core.plan.rules", "core.plan.toml", "core.commands.options")
 """Modules that handle every key in one way; reading a key there changes nothing but its own check."""
 
-HOMES = {"core.model.model": "model", "core.machine.cluster": "cluster", "core.layout.layout": "layout"}
+HOMES = {"core.model.model_fields": "model", "core.machine.cluster": "cluster", "core.layout.layout": "layout"}
 """Modules of one noun, where its own fields are read from `self`."""
 
 
