@@ -64,6 +64,7 @@ SCALING_FIELDS = {
         "rope_mscale",
         "rope_mscale_all_dim",
         "rope_attention_factor",
+        "rope_truncate",
     ),
 }
 """Kind of rotary scaling (`core.model.rotary`) -> the numbers that it uses."""
@@ -84,6 +85,7 @@ REFINEMENTS = (
     "attention_output_bias",
     "mlp_bias",
     "qk_norm",
+    "whole_qk_norm",
     "parallel_block",
     *NORM_FIELDS,
     *MULTIPLIERS,
@@ -189,6 +191,12 @@ class ModelFields(Bounded, section="model", problem_type=ModelError):
     rope_beta_slow: float = option(
         "yarn: turns up to which they slow down by the factor", default=1.0, above=0, read_by="core.model.rotary"
     )
+    rope_truncate: bool = option(
+        "yarn: the ramp begins and ends at whole pairs",
+        default=True,
+        more="gpt-oss rounds neither end.",
+        read_by="core.model.rotary",
+    )
     rope_mscale: float = option(
         "yarn: growth of turned queries and keys", default=0.0, minimum=0, read_by="core.model.rotary"
     )
@@ -221,6 +229,12 @@ class ModelFields(Bounded, section="model", problem_type=ModelError):
         read_by="core.model.operators",
     )
     qk_norm: bool = option("norm of every query and key head", default=False, read_by="core.model.operators")
+    whole_qk_norm: bool = option(
+        "one norm of all query heads of a token, and one of all its key heads",
+        default=False,
+        more="OLMo 2, arXiv 2501.00656, section 3.2; OLMoE. Ranks of tensor parallelism add up its squares.",
+        read_by="core.model.operators",
+    )
     parallel_block: bool = option(
         "attention and MLP take the same normed input",
         default=False,

@@ -18,6 +18,12 @@ from .model_fields import (
     ModelFields,
 )
 
+_GROUPED_ONLY = (
+    *("rope_layers", "rope_dim", "rope_local_theta"),
+    *("attention_sinks", "attention_scale", "whole_qk_norm"),
+)
+"""Fields of attention that latent attention does not have."""
+
 
 def model_problems(model: ModelFields, wrong: Collection[str]) -> Iterator[FieldProblem]:
     """What is wrong with a model besides single values: the field, and the sentence about it. The values of the fields
@@ -203,6 +209,10 @@ def _attention(model: ModelFields) -> Iterator[FieldProblem]:
     for name in ("window_layers", "rope_local_theta"):
         if getattr(model, name) and not model.sliding_window:
             yield name, f"{name} is for layers with a window, but sliding_window=0. Set that, or leave {name} out."
+    if model.whole_qk_norm and model.qk_norm:
+        yield "whole_qk_norm", "whole_qk_norm norms all heads together, qk_norm each by itself. Leave one of them out."
+    if model.whole_qk_norm and model.norm != "rmsnorm":
+        yield "whole_qk_norm", f'whole_qk_norm is an RMSNorm, but norm="{model.norm}". Use "rmsnorm", or leave it out.'
     if model.position != "rope":
         for name in ("rope_layers", "rope_dim", "rope_local_theta"):
             if getattr(model, name):
@@ -211,7 +221,7 @@ def _attention(model: ModelFields) -> Iterator[FieldProblem]:
                     f'{name} is for rotary positions, but position="{model.position}". Use "rope", or leave it out.',
                 )
     if model.is_mla:
-        for name in ("rope_layers", "rope_dim", "rope_local_theta", "attention_sinks", "attention_scale"):
+        for name in _GROUPED_ONLY:
             if getattr(model, name):
                 yield name, f"{name} is not for latent attention (kv_lora_rank={model.kv_lora_rank}). Leave it out."
     if model.rope_dim and (model.rope_dim % 2 or model.rope_dim > model.head_dim):
