@@ -29,16 +29,20 @@ class WholeNorms(nn.Module):
         super().__init__()
         self.name = f"{prefix}.all_queries_norm"
         self.context = context
-        self.norms = nn.ModuleList(
-            CutNorm(context, f"{prefix}.{name}") for name in ("all_queries_norm", "all_keys_norm")
-        )
+        self.queries = CutNorm(context, f"{prefix}.all_queries_norm")
+        self.keys = CutNorm(context, f"{prefix}.all_keys_norm")
+
+    @property
+    def norms(self) -> tuple[CutNorm, CutNorm]:
+        """Both, in the order of their sums."""
+        return self.queries, self.keys
 
     def forward(self, q_BSLQD: Tensor, k_BSLQD: Tensor) -> tuple[Tensor, ...]:
         return _WholeNorms.apply(q_BSLQD, k_BSLQD, self)
 
     def means(self, parts_BSC: Sequence[Tensor]) -> list[Tensor]:
         """[b, s, 1] of each: the mean over all features of all ranks."""
-        numerics, norms = self.context.numerics, list(self.norms)
+        numerics, norms = self.context.numerics, self.norms
         with self.context.recorder.layer(self.name):
             own = [numerics.leaf_sums(part, norm.leaves) for part, norm in zip(parts_BSC, norms, strict=True)]
             sums = numerics.row_sums(own, norms[0].leaves, self.context.tp)
@@ -77,7 +81,7 @@ class _WholeNorms(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         layer, (q, k, *rstds) = ctx.layer, ctx.saved_tensors
-        norms, dys = list(layer.norms), [dy.float().flatten(2) for dy in gradients]
+        norms, dys = layer.norms, [dy.float().flatten(2) for dy in gradients]
         normed = [part.float() * rstd for part, rstd in zip((q, k), rstds, strict=True)]
         scaled = [dy * norm.factor for dy, norm in zip(dys, norms, strict=True)]
         means = layer.means([g * n for g, n in zip(scaled, normed, strict=True)])

@@ -105,7 +105,7 @@ def test_a_trainer_that_is_asked_returns_the_peak_of_every_rank_and_its_action(l
 
 @pytest.mark.parametrize("norms", ["qk_norm", "whole_qk_norm"])
 def test_norms_of_queries_and_keys_keep_what_is_predicted(norms):
-    """Beyond the same model without: bound for their weights' small tensors."""
+    """Beyond the same model without; statistics and weights, which lie elsewhere at the peak, are below 1%."""
 
     def peaks(**changes: bool) -> tuple[int, int]:
         plan = Plan(
@@ -122,4 +122,4 @@ def test_norms_of_queries_and_keys_keep_what_is_predicted(norms):
 
     (plain, predicted_plain), (normed, predicted) = peaks(), peaks(**{norms: True})
     assert predicted - predicted_plain > 500_000
-    assert normed - plain == pytest.approx(predicted - predicted_plain, abs=1024)
+    assert normed - plain == pytest.approx(predicted - predicted_plain, rel=0.01)
