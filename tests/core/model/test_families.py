@@ -25,6 +25,14 @@ SIZES = {
 }
 LLAMA = ModelSpec("llama", 6, 48, 60, 6, 3, 8, 101, 64)
 EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+LATENT_FIELDS = {
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "head_dim": 8,
+    "num_kv_heads": 6,
+}
 QWEN_MOE = {
     **SIZES,
     "num_experts": 4,
@@ -73,6 +81,10 @@ def test_every_nth_layer_has_experts_and_those_of_multi_token_prediction_are_as_
         ({"activation": "gelu", "gate_limit": 7.0}, 'gate_limit=7.0 describe a gate, but activation="gelu" has none'),
         ({"expert_layer_step": 2}, "expert_layer_step=2 describe experts, but num_experts=0"),
         ({"whole_qk_norm": True, "qk_norm": True}, "whole_qk_norm norms all heads together, qk_norm each by itself"),
+        (
+            {**LATENT_FIELDS, "qkv_bias": True},
+            r"qkv_bias is not for latent attention \(kv_lora_rank=8\)",
+        ),
         ({"whole_qk_norm": True, "norm": "layernorm"}, 'whole_qk_norm is an RMSNorm, but norm="layernorm"'),
         ({"router_bias": True}, "router_bias=True describe experts, but num_experts=0"),
         ({**EXPERTS, "shared_expert_gate": True}, "describe shared experts, but num_shared_experts=0"),
