@@ -178,7 +178,7 @@ def test_a_script_is_read_for_its_lines_as_it_was_read_for_its_plan(tmp_path: Pa
     )
     asked = location_of_key(str(script), "layout.tp", Reading("megatron", {"1": "2"}))
     assert asked == Location(str(script), 4) != location_of_key(str(script), "layout.tp")
-    with pytest.raises(PlanError, match="accelerate"):
+    with pytest.raises(PlanError, match="a table of settings"):
         location_of_key(str(script), "layout.tp", Reading("accelerate"))
 
 
