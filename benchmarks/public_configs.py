@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/public_configs.py --folder DIR --table tests/core/imports/public_torchtitan.tsv [--write]
 
-DIR has the files under OWNER+NAME/COMMIT/PATH, and beside scripts what they take in (`source`). A path may end in #NAME, the function of a Python file with several
+DIR has the files under OWNER+NAME/COMMIT/PATH, and next to scripts what they take in (`source`). A path may end in #NAME, the function of a Python file with several
 configurations. A table's columns are repository, commit, path, sha256 of the file, format, verdict (plan, refused, or
 unreadable), settings in the file, settings of it that are unaccounted for, and the first reason. Texts are not kept.
 

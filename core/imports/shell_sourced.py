@@ -1,7 +1,7 @@
-"""Files that a script takes in (`source conf.sh`): those beside it are read, as data, and followed as its own lines
+"""Files that a script takes in (`source conf.sh`): those next to it are read, as data, and followed as its own lines
 are; nothing is executed.
 
-Beside a script is what its folder holds, named by a path that follows from the script alone: `conf.sh`,
+Next to a script is what its folder holds, named by a path that follows from the script alone: `conf.sh`,
 `conf/model.sh`, or behind the script's own folder as bash scripts write that, `$(dirname "$0")/conf.sh`.
 """
 
@@ -63,13 +63,13 @@ class Sourced:
             self._leave(file, line, "the script lies in no folder")
             return None
         try:
-            path = self._beside(self.folder, Path(file.text))
+            path = self._next_to(self.folder, Path(file.text))
             text = None if path is None else read_text(path)
         except (OSError, ValueError, FileError):
-            self._leave(file, line, "there is no such text beside the script. Bring it, or leave the line out", True)
+            self._leave(file, line, "there is no such text next to the script. Bring it, or leave the line out", True)
             return None
         if text is None:
-            self._leave(file, line, "it does not lie beside the script, and only such files are read")
+            self._leave(file, line, "it does not lie next to the script, and only such files are read")
         elif len(text) > self.left:
             self._leave(file, line, f"the script takes in more than {MOST_CHARACTERS:,} characters", True)
         else:
@@ -78,7 +78,7 @@ class Sourced:
         return None
 
     @staticmethod
-    def _beside(folder: Path, path: Path) -> Path | None:
+    def _next_to(folder: Path, path: Path) -> Path | None:
         """A path by the folder of the script; None for one that leads out of it."""
         is_named_whole = path.is_relative_to(folder)  # as `own_folder` makes it
         if ".." in path.parts or (path.is_absolute() and not is_named_whole):

@@ -1,4 +1,4 @@
-"""Files that a Megatron script takes in: what lies beside it is read and never executed, the rest is said."""
+"""Files that a Megatron script takes in: what lies next to it is read and never executed, the rest is said."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refused(found: Imported) -> list[tuple[int, str]]:
         'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"; source "$HERE/conf/model.sh"',
     ],
 )
-def test_what_lies_beside_the_script_is_followed_and_its_values_have_the_line_that_takes_it_in(tmp_path, line):
+def test_what_lies_next_to_the_script_is_followed_and_its_values_have_the_line_that_takes_it_in(tmp_path, line):
     touched = tmp_path / "touched"
     model = f"TP=2\nMORE=(--swiglu)\ntouch {touched}\nMORE=${{MORE[@]}}\nsource conf/more.sh\nreturn\nTP=4\n"
     found = imported(tmp_path, line, model=model, more='MORE="$MORE --qk-layernorm"')
@@ -58,10 +58,10 @@ def test_what_lies_beside_the_script_is_followed_and_its_values_have_the_line_th
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("TP=2 MORE=; source /etc/profile", "it does not lie beside the script"),
-        ("TP=2 MORE=; source ../other.sh", "it does not lie beside the script"),
+        ("TP=2 MORE=; source /etc/profile", "it does not lie next to the script"),
+        ("TP=2 MORE=; source ../other.sh", "it does not lie next to the script"),
         ("TP=2 MORE=; source $HOME/env.sh", "which file this is is not known ($HOME is not set in the script)"),
-        ("TP=2 MORE=; source conf/link.sh", "it does not lie beside the script"),
+        ("TP=2 MORE=; source conf/link.sh", "it does not lie next to the script"),
     ],
 )
 def test_what_lies_elsewhere_is_said_with_its_line(tmp_path, line, why):
