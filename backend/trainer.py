@@ -155,16 +155,10 @@ class Trainer:
     checkpoint in the plan's `checkpoint.folder`, under this plan's layout, whatever layout saved it; without one from
     the start. `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the
     numbers of a rank. `groups` are process groups of torch by axis that this process, a rank in which torch.distributed
-<<<<<<< HEAD
     is initialised, is a member of: they are used in place of new ones. What every step came to goes to the file that
     `seeing.metrics.metrics_file` says, or else to `metrics`, and to `display` on standard error. Raises `PlanError` at
-    once for a plan that the backend does not run, whose model is not one of bytes, that loads or saves what Hugging
-    Face files do not hold, or that does not go on from what its `checkpoint.folder` holds."""
-=======
-    is initialised, is a member of: they are used in place of new ones. Raises `PlanError` at once for a plan that the
-    backend does not run, whose data are not tokens of its model, that loads or saves what Hugging Face files do not
-    hold, or that does not go on from what its `checkpoint.folder` holds."""
->>>>>>> data
+    once for a plan that the backend does not run, whose data are not tokens of its model, that loads or saves what
+    Hugging Face files do not hold, or that does not go on from what its `checkpoint.folder` holds."""
 
     def __init__(
         self,

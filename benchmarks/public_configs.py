@@ -2,9 +2,10 @@
 
 Usage: python benchmarks/public_configs.py --folder DIR --table tests/core/imports/public_torchtitan.tsv [--write]
 
-DIR has the files under OWNER+NAME/COMMIT/PATH. A path may end in #NAME, the function of a Python file with several
-configurations. A table's columns are repository, commit, path, sha256 of the file, format, verdict (plan, refused, or
-unreadable), settings in the file, settings of it that are unaccounted for, and the first reason. Texts are not kept.
+DIR has the files under OWNER+NAME/COMMIT/PATH, and next to scripts what they take in (`source`). A path may end in
+#NAME, the function of a Python file with several configurations. A table's columns are repository, commit, path, sha256
+of the file, format, verdict (plan, refused, or unreadable), settings in the file, settings of it that are unaccounted
+for, and the first reason. Texts are not kept.
 
 Files leave open what is said on the command line otherwise: the devices, of which the first number of DEVICES that
 fits is taken; and where no model is in the format, llama3.1-8b, sequences of 4,096 tokens, eight of them a device.
@@ -67,8 +68,9 @@ def main() -> int:
 def judged(folder: Path, repository: str, commit: str, path: str) -> dict[str, str]:
     """The row of one file."""
     name, _, function = path.partition("#")
-    data = (folder / repository.replace("/", "+") / commit / name).read_bytes()
-    verdict, imported, reason = verdict_of(data.decode("utf-8"), name, {"config": function} if function else {})
+    file = folder / repository.replace("/", "+") / commit / name  # scripts take in what lies next to them
+    data = file.read_bytes()
+    verdict, imported, reason = verdict_of(data.decode("utf-8"), str(file), {"config": function} if function else {})
     written = [each.flag for each in imported.settings if each.line] if imported is not None else []
     leaves = set(_leaves(data.decode("utf-8"), name)) if imported is not None else set()
     return {
@@ -80,7 +82,7 @@ def judged(folder: Path, repository: str, commit: str, path: str) -> dict[str, s
         "verdict": verdict,
         "settings": str(len(written)),
         "unaccounted": str(len(leaves - set(written))),
-        "reason": " ".join(reason.split())[:200],
+        "reason": " ".join(reason.replace(str(file), name).split())[:200],
     }
 
 

@@ -7,7 +7,8 @@ and the schedule is as they had it, and both are predicted by one model, so a ra
 error. `all` is the ratio of the published step to that of the best layout, `restricted` to that of the best one with
 the ZeRO stage, the recomputation and the sequence parallelism that were published, as the software of the time may
 have had no other. Where `restricted` is above 1.03, or the published layout does not fit as modelled, the last column
-says what it has otherwise than that best one, and what that costs or holds.
+says what it has otherwise than that best one, and what that costs or holds. DeepSeek's own run is not among the rows:
+of its paper at ISCA 2025 (`deepseek_isca25`) the published runs have the latencies of messages of 64 bytes, no layout.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ..core.base.terminal import Row, table
 from ..core.base.units import format_bytes, format_s
 from ..core.commands.commands import Command, service
 from ..core.commands.github import annotation, location_of_key
-from ..core.commands.options import add_output, add_plan, check_output, emit, read_with_account
+from ..core.commands.options import add_output, add_plan, asked_reading, check_output, emit, read_with_account
 from ..core.imports.account import STATUSES, Imported
 from ..core.plan.plan import AnyPlan, Plan
 from .search.fit import Fit, fit
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     emit(args, partial(check_text, plan, imported, findings, report), report)
     if args.format == "github":
         for finding in findings:
-            print(annotation(finding, location_of_key(args.plan, finding.key)))
+            print(annotation(finding, location_of_key(args.plan, finding.key, asked_reading(args))))
     return 0 if report["ok"] else 1
 
 

@@ -19,6 +19,7 @@ from ..core.commands.options import (
     add_durations,
     add_output,
     add_plan,
+    asked_reading,
     emit,
     option_values,
     read_any_plan,
@@ -151,7 +152,7 @@ def run_fit(args: argparse.Namespace) -> int:
     emit(args, partial(fit_text, plan, report, why_none), report)
     if args.format == "github":
         for finding in result.findings:
-            print(annotation(finding, location_of_key(args.plan, finding.key)))
+            print(annotation(finding, location_of_key(args.plan, finding.key, asked_reading(args))))
     return 0 if result.fits else 1
 
 

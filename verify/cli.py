@@ -12,7 +12,7 @@ from ..core.base.findings import Finding
 from ..core.base.terminal import say, table
 from ..core.commands.commands import Command
 from ..core.commands.github import annotation
-from ..core.commands.options import add_output, add_plan, emit, option_values, read_any_plan
+from ..core.commands.options import add_output, add_plan, asked_reading, emit, option_values, read_any_plan
 from ..core.plan.plan import AnyPlan, ModularPlan, only_model
 from ..core.plan.schedule_of import schedule_for
 from ..core.schedule import lower
@@ -178,7 +178,7 @@ def _report(args: argparse.Namespace, text: str, report: dict[str, Any]) -> None
     if args.format == "github":
         for each in report["findings"]:
             finding = Finding(**each)
-            print(annotation(finding, location_of(finding, args.plan)))
+            print(annotation(finding, location_of(finding, args.plan, asked_reading(args))))
 
 
 def list_rules(width: int | None = None) -> str:

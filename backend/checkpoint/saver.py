@@ -76,19 +76,12 @@ class Checkpoints:
         self._world = world
         self._device = device
         self._watch = watch
-<<<<<<< HEAD
         self.events: list[dict[str, Any]] = []
         self._flight: Flight | None = None
         self._share: Share | None = None
         self._snapshots = Snapshots()
         self._shelf = shelf_of(plan.checkpoint.folder, plan.checkpoint.keep)
-        self._text = (
-            None if corpus is None or world.rank > 0 else {"bytes": len(corpus.train), "sha256": corpus.fingerprint}
-        )
-=======
-        self._folder = Path(plan.checkpoint.folder)
         self._text = None if corpus is None or world.rank > 0 else corpus.record
->>>>>>> data
         if world.rank == 0:
             self._shelf.prepare()
 
@@ -144,14 +137,7 @@ class Checkpoints:
             return "refused", list(error.problems)
         return "notices", unknown + other_products(self._plan, saved) + self._other_machine(saved)
 
-<<<<<<< HEAD
     def _other_text(self, path: Place, theirs: Mapping[str, Any]) -> str:
-        (their_bytes, their_hash), (our_bytes, our_hash) = (
-            (text.get("bytes"), str(text.get("sha256"))[:12]) for text in (theirs, self._text or {})
-        )
-=======
-    def _other_text(self, path: Path, theirs: Mapping[str, Any]) -> str:
->>>>>>> data
         return (
             f"{path} was saved while training on {_text_words(theirs)}, but train.data={self._plan.train.data!r} has "
             f"{_text_words(self._text or {})}, so other samples would follow. Use those data, or another "
@@ -300,45 +286,9 @@ class Checkpoints:
             "problem": problem_of(self._plan),
             "numerics": recorded_numerics(self._plan, environment(self._device)).to_json(),
         }
-<<<<<<< HEAD
-=======
-
-    def _clear(self) -> None:
-        """Removes what runs that were ended while they saved or removed have left behind."""
-        for left in self._folder.glob("step-*"):
-            if left.suffix in (PARTIAL, REMOVED):
-                shutil.rmtree(left)
-
-    def _remove_old(self, newest: Path) -> None:
-        """Removes what is more than `checkpoint.keep`. Newer checkpoints than the `newest` of this run
-        were damaged, and stay."""
-        keep, known = (
-            self._plan.checkpoint.keep,
-            [saved for saved in saved_in(self._folder) if saved.path.name <= newest.name],
-        )
-        for old in known[: -keep if keep else 0]:
-            removed = old.path.with_name(old.path.name + REMOVED)
-            old.path.rename(removed)  # first another name: half of it would be no checkpoint
-            shutil.rmtree(removed)
 
 
 def _text_words(text: Mapping[str, Any]) -> str:
     """What a checkpoint has recorded of the data (`Corpus.record`)."""
     size = f"token files of {text['tokens']} tokens" if "tokens" in text else f"a text of {text.get('bytes')} bytes"
     return f"{size} with SHA-256 {str(text.get('sha256'))[:12]}..."
-
-
-def _free_name(path: Path) -> Path:
-    """The path, or with a number behind it the first that is free."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
-    return next(name for name in names if not name.exists())
-
-
-def _sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
->>>>>>> data

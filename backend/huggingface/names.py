@@ -119,6 +119,8 @@ _ROTARY: Mapping[str, tuple[str, ...]] = {
     "layer.attention.norm": ("input_layernorm",),
     "layer.attention.query_norm": ("self_attn.q_norm",),
     "layer.attention.key_norm": ("self_attn.k_norm",),
+    "layer.attention.all_queries_norm": ("self_attn.q_norm",),
+    "layer.attention.all_keys_norm": ("self_attn.k_norm",),
     "layer.attention.core": ("self_attn",),
     "layer.attention.output": ("self_attn.o_proj",),
     "layer.attention.q": ("self_attn.q_proj",),
@@ -200,6 +202,7 @@ _CHANGED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gpt_oss": _GPT_OSS,
     "glm4": _GLM4,
     "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
 }
 """Family -> what it calls otherwise than most with rotary positions."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...core.model.attention_kinds import layer_turns, rope_is_local
 from ...core.model.blocks import layer_prefix
 from ..base.autograd import Function
-from ..tensor_parallel import ColumnParallelLinear, HeadNorm, LayerContext, RowParallelLinear, recomputed
+from ..tensor_parallel import ColumnParallelLinear, HeadNorms, LayerContext, RowParallelLinear, WholeNorms, recomputed
 from .attention_core import AttentionCore
 from .attention_sinks import Sinks
 from .compiled_rotary import joined_turned_back, turned_parts
@@ -25,8 +25,9 @@ class Attention(nn.Module):
         prefix = f"{layer_prefix(layer)}.attention"
         self.context = context
         self.qkv = ColumnParallelLinear(context, f"{prefix}.qkv")
-        norms = [HeadNorm(context, f"{prefix}.{name}") for name in ("query_norm", "key_norm") if context.model.qk_norm]
-        self.norms = nn.ModuleList(norms)
+        self.norms: HeadNorms | WholeNorms | None = None
+        if context.model.qk_norm or context.model.whole_qk_norm:
+            self.norms = (HeadNorms if context.model.qk_norm else WholeNorms)(context, prefix)
         self.turns, self.is_local = layer_turns(context.model, layer), rope_is_local(context.model, layer)
         self.sinks = Sinks(context, f"{prefix}.core") if context.model.attention_sinks else None
         self.core = AttentionCore(context, f"{prefix}.core", layer, scale=context.model.attention_scale)
@@ -34,7 +35,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         model, qkv = self.context.model, self.qkv(x_BSH)
-        if self.turns and not self.norms and self.core.takes_strides:
+        if self.turns and self.norms is None and self.core.takes_strides:
             apart, tables = self._function, rotary_by_token(self.context, local=self.is_local)
             q, k, v = apart.apply(qkv, *tables, model.query_heads_per_group, model.head_dim)
         else:
@@ -53,8 +54,8 @@ class Attention(nn.Module):
         their norms and positions, and sinks behind the queries."""
         model = self.context.model
         q, k, v = _GroupsApart.apply(qkv, model.query_heads_per_group, model.head_dim)
-        if self.norms:
-            q, k = (norm(part.contiguous()) for norm, part in zip(self.norms, (q, k), strict=True))
+        if self.norms is not None:
+            q, k = self.norms(q, k)
         q, k, v = (part.permute(0, 2, 3, 1, 4).contiguous().flatten(1, 2) for part in (q, k, v))
         if self.turns:
             cos, sin = rotary_table(self.context, local=self.is_local)

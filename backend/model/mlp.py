@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.model.model import QUICK_GELU, ModelSpec
+from ...core.model.model import ModelSpec
+from ...core.model.model_fields import QUICK_GELU
 from ..numerics import Numerics
 from ..tensor_parallel import ColumnParallelLinear, LayerContext, RowParallelLinear, recomputed, split_fused
 from ..tensor_parallel.gated import can_be_gated, gated

@@ -133,15 +133,16 @@ class Numerics(ExpertNumerics):
         """The maximum over ranks."""
 
     @abstractmethod
-    def leaf_sums(self, x_BSV: Tensor, leaves: OwnedLeaves) -> Tensor:
-        """What this rank brings to a sum over the vocabulary, [n, b, s]; `vocabulary_sums` finishes it."""
+    def leaf_sums(self, x_BSC: Tensor, leaves: OwnedLeaves) -> Tensor:
+        """What this rank brings to a sum over the features that ranks cut, as the vocabulary, [n, b, s]; `row_sums`
+        finishes it."""
 
     @abstractmethod
-    def vocabulary_sums(
-        self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group
+    def row_sums(
+        self, sums: Sequence[Tensor], leaves: OwnedLeaves, group: Group, single: Tensor | None = None
     ) -> list[Tensor]:
-        """Over all ranks, in one exchange: every sum over the vocabulary that `leaf_sums` has begun, then the sum of
-        `target`, which is zero on all ranks but one. All [b, s]."""
+        """Over all ranks, in one exchange: every sum that `leaf_sums` has begun over equally many leaves, then the sum
+        of `single` where that is given, which is zero on all ranks but one. All [b, s]."""
 
     @abstractmethod
     def sum_members(self, values: Tensor, summands: Summands, group: Group) -> Tensor:

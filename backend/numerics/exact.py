@@ -179,25 +179,26 @@ class ExactNumerics(ExactExpertNumerics, Numerics):
             return x_BS
         return torch.stack(group.all_gather(x_BS)).amax(0)
 
-    def leaf_sums(self, x_BSV: Tensor, leaves: OwnedLeaves) -> Tensor:
-        """Block sums inside each vocabulary leaf."""
-        return torch.stack([fold(x_BSV[..., lo:hi], 2) for lo, hi in leaves.bounds])
+    def leaf_sums(self, x_BSC: Tensor, leaves: OwnedLeaves) -> Tensor:
+        """The sum inside each leaf."""
+        return torch.stack([fold(x_BSC[..., lo:hi], 2) for lo, hi in leaves.bounds])
 
-    def vocabulary_sums(
-        self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group
+    def row_sums(
+        self, sums: Sequence[Tensor], leaves: OwnedLeaves, group: Group, single: Tensor | None = None
     ) -> list[Tensor]:
         """The tree over leaves across the ranks; small, so every rank takes all nodes."""
         by_leaf = torch.stack(list(sums), 1)
         nodes = [leaves.nodes(rank) for rank in range(group.size)]
+        others = [] if single is None else [single.unsqueeze(0)]
 
         own = [tree_fold(by_leaf[lo - leaves.first_leaf : hi - leaves.first_leaf], 0) for lo, hi in nodes[group.rank]]
-        shapes = [(len(sums) * len(theirs) + 1, *target_BS.shape) for theirs in nodes]
-        gathered = group.all_gather(torch.cat([*own, target_BS.unsqueeze(0)]), shapes)
+        shapes = [(len(sums) * len(theirs) + len(others), *sums[0].shape[1:]) for theirs in nodes]
+        gathered = group.all_gather(torch.cat([*own, *others]), shapes)
         tree: CarryTree = CarryTree(leaves.num_leaves, add_in_place)
         for theirs, rows in zip(nodes, gathered, strict=True):
-            for node, values in zip(theirs, rows[:-1].split(len(sums)), strict=True):
+            for node, values in zip(theirs, rows[: len(sums) * len(theirs)].split(len(sums)), strict=True):
                 tree.insert(node, values)
-        return [*tree.root(), fold(torch.stack([rows[-1] for rows in gathered]), 0)]
+        return [*tree.root(), *([fold(torch.stack([rows[-1] for rows in gathered]), 0)] if others else [])]
 
     def sum_members(self, values: Tensor, summands: Summands, group: Group) -> Tensor:
         return sum_over(group, merged(values, summands, group.rank), summands, values.dtype)

@@ -86,13 +86,14 @@ class FastNumerics(FastExpertNumerics, Numerics):
     def row_maximum(self, x_BS: Tensor, group: Group) -> Tensor:
         return group.all_reduce(x_BS, "max") if group.size > 1 else x_BS
 
-    def leaf_sums(self, x_BSV: Tensor, leaves: OwnedLeaves) -> Tensor:
-        return x_BSV.sum(-1).unsqueeze(0)
+    def leaf_sums(self, x_BSC: Tensor, leaves: OwnedLeaves) -> Tensor:
+        return x_BSC.sum(-1).unsqueeze(0)
 
-    def vocabulary_sums(
-        self, sums: Sequence[Tensor], target_BS: Tensor, leaves: OwnedLeaves, group: Group
+    def row_sums(
+        self, sums: Sequence[Tensor], leaves: OwnedLeaves, group: Group, single: Tensor | None = None
     ) -> list[Tensor]:
-        return list(_summed(group, torch.cat([*sums, target_BS.unsqueeze(0)]), None))
+        rows = [*sums] if single is None else [*sums, single.unsqueeze(0)]
+        return list(_summed(group, torch.cat(rows), None))
 
     def sum_members(self, values: Tensor, summands: Summands, group: Group) -> Tensor:
         return _summed(group, values.sum(0), None)

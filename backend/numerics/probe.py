@@ -114,9 +114,9 @@ def _attention_and_gradients(inputs: Sequence[Tensor], end: int) -> list[Tensor]
 
 
 def _norm_rows(plan: Plan, device: torch.device) -> int:
-    """Rows of every width that the model norms."""
+    """Rows of every width that the model norms, of those that a rank has whole."""
     operators = (operator for block in model_blocks(plan.model) for operator in block.operators)
-    widths = {operator.makes.size for operator in operators if operator.kind is Kind.NORM}
+    widths = {operator.makes.size for operator in operators if operator.kind is Kind.NORM and not operator.axis}
     return sum(_norm_rows_of(plan, device, width) for width in sorted(widths))
 
 

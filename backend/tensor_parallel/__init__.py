@@ -9,15 +9,16 @@ from .dropout import hidden_dropout
 from .embedding import PositionEmbedding, VocabParallelEmbedding
 from .fused import join_fused, split_fused
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .norm import HeadNorm, Norm
+from .norm import HeadNorms, Norm
 from .recompute import recomputed, recomputed_layer
 from .shared_features import SharedFeaturesLinear
 from .whole_linear import WholeLinear
+from .whole_norm import WholeNorms
 
 __all__ = [
     "ColumnParallelLinear",
     "Gradients",
-    "HeadNorm",
+    "HeadNorms",
     "LayerContext",
     "LossChoice",
     "Norm",
@@ -30,6 +31,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "WeightWork",
     "WholeLinear",
+    "WholeNorms",
     "broadcast",
     "context_part",
     "context_positions",

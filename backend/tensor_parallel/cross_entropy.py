@@ -138,8 +138,8 @@ class _CrossEntropy(torch.autograd.Function):
         sums = [numerics.leaf_sums(shifted, leaves)] if choice.label_smoothing else []
         shifted[..., own_ids:] = -torch.inf
         exponentials = numerics.elementwise(torch.exp_, shifted)
-        *smoothed, sum_exp, target = numerics.vocabulary_sums(
-            [*sums, numerics.leaf_sums(exponentials, leaves)], target, leaves, group
+        *smoothed, sum_exp, target = numerics.row_sums(
+            [*sums, numerics.leaf_sums(exponentials, leaves)], leaves, group, target
         )
 
         log_sum = numerics.elementwise(torch.log, sum_exp)

@@ -94,6 +94,18 @@ class HeadNorm(Norm):
         return self.context.numerics.head_sums(x_BSH, self.context.heads)
 
 
+class HeadNorms(nn.Module):
+    """Queries [b, s, l, q, d] and keys [b, s, l, 1, d] -> the same, every head normed, with one weight for queries and
+    one for keys."""
+
+    def __init__(self, context: LayerContext, prefix: str):
+        super().__init__()
+        self.queries, self.keys = (HeadNorm(context, f"{prefix}.{name}") for name in ("query_norm", "key_norm"))
+
+    def forward(self, q_BSLQD: Tensor, k_BSLQD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.queries(q_BSLQD.contiguous()), self.keys(k_BSLQD.contiguous())
+
+
 class _LayerNorm(Function):
     @staticmethod
     def forward(ctx: Any, x_BSH: Tensor, layer: Norm) -> Tensor:

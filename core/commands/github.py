@@ -14,7 +14,7 @@ from pathlib import Path
 from ..base.errors import ShardproofError
 from ..base.findings import DEGREES, NOWHERE, Finding, Location
 from ..base.names import shortened
-from ..imports.given import places_of
+from ..imports.given import UNASKED, Reading, places_of
 from ..plan.toml import Given, Values
 
 LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
@@ -50,9 +50,9 @@ _SAID_BY = {
 """Key -> the keys by which a plan may say the same, the nearest first."""
 
 
-def location_of_key(source: str | None, key: str | None) -> Location:
-    """The place of a dotted key in a plan file, which has been read before; without a file, none."""
-    return NOWHERE if source is None else Location(source, line_about(places_of(source), key))
+def location_of_key(source: str | None, key: str | None, reading: Reading = UNASKED) -> Location:
+    """The place of a dotted key in a plan file, which has been read before as `reading` says; without a file, none."""
+    return NOWHERE if source is None else Location(source, line_about(places_of(source, reading), key))
 
 
 def line_about(values: Values, key: str | None) -> int | None:

@@ -18,7 +18,7 @@ from ..base.errors import PlanError
 from ..base.files import write_text
 from ..base.terminal import Text, fitted, say
 from ..imports.account import Imported
-from ..imports.given import known_formats, values_of
+from ..imports.given import Reading, known_formats, values_of
 from ..layout.layout import Layout
 from ..machine.cluster import ClusterSpec
 from ..model.model import ModelSpec
@@ -322,7 +322,13 @@ def with_options(values: Values, options: Values) -> Values:
 def given_values(args: argparse.Namespace, options: Values) -> tuple[Values, Imported | None]:
     """The values of PLAN, and its account where it is somebody else's file. `options` tell how many devices there are.
     Raises `PlanError` as `values_of` does."""
-    return values_of(args.plan, named=args.import_from, options=options, variables=import_variables(args))
+    reading = asked_reading(args)
+    return values_of(args.plan, named=reading.named, options=options, variables=reading.variables)
+
+
+def asked_reading(args: argparse.Namespace) -> Reading:
+    """How PLAN is to be read where it is somebody else's file. Raises `PlanError` as `import_variables` does."""
+    return Reading(args.import_from, import_variables(args))
 
 
 def import_variables(args: argparse.Namespace) -> dict[str, str]:

@@ -13,7 +13,7 @@ from .bridge_attention import put_scores, put_turned, put_windows
 from .bridge_layout import put_layout
 from .bridge_numbers import put_batch, put_numbers
 from .bridge_rates import put_rates
-from .bridge_table import TABLE, YARN
+from .bridge_table import TABLE, YARN, YARN_ROUNDS
 from .table import Sheet
 from .written import parse_yaml, settings_of
 
@@ -100,7 +100,10 @@ def _put_model(sheet: Sheet) -> None:
             "model.qk_head_dim",
         )
         sheet.put("model.num_kv_heads", heads, "model.num_attention_heads")
+        sheet.say("model.add_qkv_bias", "no-effect", "projections of latent attention have no bias")
     else:
+        if sheet.value("model.add_qkv_bias"):
+            sheet.put("model.qkv_bias", True, "model.add_qkv_bias")
         sheet.put("model.num_kv_heads", sheet.value("model.num_query_groups") or heads, "model.num_query_groups")
         sheet.put("model.head_dim", sheet.value("model.kv_channels") or width // max(1, heads), "model.kv_channels")
     put_windows(sheet)
@@ -188,6 +191,8 @@ def _put_yarn(sheet: Sheet, prefix: str) -> None:
         flag = f"{prefix}{name}"
         if sheet.value(flag) is not None:
             sheet.put(f"model.{key}", sheet.value(flag), flag)
+    if prefix == "model.yarn_" and sheet.value(YARN_ROUNDS) is False:
+        sheet.put("model.rope_truncate", False, YARN_ROUNDS)
 
 
 def _put_experts(sheet: Sheet) -> None:
@@ -223,6 +228,8 @@ def _put_experts(sheet: Sheet) -> None:
     for flag, key in pairs:
         if sheet.value(_M + flag):
             sheet.put(key, sheet.value(_M + flag), _M + flag)
+    if sheet.value("model.add_bias_linear"):  # megatron/core/transformer/moe/router.py, since core 0.15
+        sheet.put("model.router_bias", True, "model.add_bias_linear")
     _put_dense_layers(sheet)
 
 

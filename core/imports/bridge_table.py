@@ -25,6 +25,9 @@ YARN = {
 }
 """What the numbers of yarn are in a plan; a model without latent attention has them with `yarn_` before their names."""
 
+YARN_ROUNDS = "model.yarn_correction_range_round_to_int"
+"""Whether the ramp of yarn begins and ends at whole pairs, in a model without latent attention."""
+
 MODEL = (
     same("model.num_layers", "model.num_layers", None, int),
     same("model.hidden_size", "model.hidden_size", None, int),
@@ -58,7 +61,7 @@ MODEL = (
     Row("model.rope_type", "mapped", "model.rope_scaling", default="rope", kind=str),
     Row("model.share_embeddings_and_output_weights", "mapped", "model.tied_embeddings", default=True, kind=bool),
     same("model.add_bias_linear", "model.bias", True, bool),
-    same("model.add_qkv_bias", "model.qkv_bias", False, bool),
+    Row("model.add_qkv_bias", "mapped", "model.qkv_bias", default=False, kind=bool),
     same("model.qk_layernorm", "model.qk_norm", False, bool),
     Row("model.layernorm_zero_centered_gamma", "mapped", "model.norm_offset", default=False, kind=bool),
     Row("model.glu_linear_offset", "mapped", "model.gate_offset", default=0.0, kind=_NUMBER),
@@ -81,6 +84,7 @@ MODEL = (
         plain=("vanilla",),
     ),
     Row("model.multi_latent_attention", "mapped", "model.kv_lora_rank", default=False, kind=bool),
+    Row(YARN_ROUNDS, "mapped", "model.rope_truncate", default=True, kind=bool, plain=(True,)),
     Row("model.q_lora_rank", "mapped", "model.q_lora_rank", kind=int),
     Row("model.kv_lora_rank", "mapped", "model.kv_lora_rank", kind=int),
     Row("model.qk_head_dim", "mapped", "model.qk_nope_head_dim", kind=int),

@@ -25,7 +25,7 @@ _DETAILS = """
     mamba_training_ssm_states_dtype offload_modules min_offloaded_tensor_size delay_offload_until_cuda_graph
     delta_offload_bytes_across_pp_ranks activation_offload_fraction fine_grained_offloading_max_inflight_offloads
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
-    gtp_remat_opt_in_modules cpu_offloading_retain_pinned_cpu_buffers yarn_correction_range_round_to_int
+    gtp_remat_opt_in_modules cpu_offloading_retain_pinned_cpu_buffers
 """
 """Numbers of features that have a switch of their own, above."""
 

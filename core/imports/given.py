@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ..base.errors import FileError, PlanError
 from ..base.files import read_text
@@ -62,11 +63,21 @@ def _plan_values(text: str, source: str) -> Values:
         raise unknown_format(source) from error
 
 
-def places_of(source: str) -> Values:
+class Reading(NamedTuple):
+    """How a file was asked to be read: the reader that was named, and what the variables of a script are."""
+
+    named: str | None = None
+    variables: Mapping[str, str] = MappingProxyType({})
+
+
+UNASKED = Reading()
+
+
+def places_of(source: str, reading: Reading = UNASKED) -> Values:
     """The values of a file for the sake of their lines: those of somebody else's as far as they follow from the file
-    alone, whatever of it is refused. Raises `PlanError` for a file that cannot be read."""
+    and `reading` alone, whatever of it is refused. Raises `PlanError` for a file that cannot be read."""
     text = read_text(source)
-    imported = import_file(Request(text, source))
+    imported = import_file(Request(text, source, variables=reading.variables), reading.named)
     return read_values(text, source) if imported is None else imported.values
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from ..base.errors import PlanError, Problem
 from ..base.findings import Location
@@ -13,6 +15,7 @@ from .megatron_flags import Flag, all_flags
 from .megatron_occurrences import Occurrence, TrainingCommand
 from .shell import Started, arguments_in, commands_of, variables_of
 from .shell_nodes import ShellSyntaxError
+from .shell_sourced import Sourced
 from .shell_values import Argument, words_of
 
 LINE_VARIABLE = "TRAINING_LINE"
@@ -39,17 +42,19 @@ def training_command(request: Request) -> TrainingCommand:
         except ShellSyntaxError as error:
             raise _problem(request, f"these arguments are not understood: {error}", error.line) from None
     variables = {**request.variables, **_slurm_variables(request.text)}
+    sourced = Sourced(Path(request.source).parent)
     try:
-        started = commands_of(request.text, variables)
+        started = commands_of(request.text, variables, sourced)
         if not any(argument.text.endswith(".py") for each in started for argument in each.arguments) and (
-            alone := _of_variables(variables_of(request.text, variables))
+            alone := _of_variables(variables_of(request.text, variables, sourced))
         ):
-            return alone
+            return replace(alone, unread=sourced.unread)
     except RecursionError:
         raise _problem(request, "this script is nested too deeply", 0) from None
     except ShellSyntaxError as error:
         raise _problem(request, f"this script is not understood: {error}", error.line) from None
-    return _chosen(request, [each for each in (_split(one, variables) for one in started) if each is not None])
+    chosen = _chosen(request, [each for each in (_split(one, variables) for one in started) if each is not None])
+    return replace(chosen, unread=sourced.unread)
 
 
 def _of_variables(variables: Mapping[str, tuple[Argument, ...]]) -> TrainingCommand | None:

@@ -6,7 +6,7 @@ import ast
 import re
 
 from ..model.expert_layers import pattern_of
-from .megatron_flags import UNDER
+from .megatron_flags import RELEASES, UNDER
 from .megatron_reading import Reading
 
 
@@ -96,7 +96,11 @@ def _shared_experts(reading: Reading, width: int | None) -> None:
 
 
 def _router(reading: Reading) -> None:
-    """Scores, weights and balance."""
+    """Scores, weights, balance, and a bias where other products have one (megatron/core/transformer/moe/router.py,
+    since core 0.15)."""
+    before = reading.version in RELEASES[: RELEASES.index("0.15")] or reading.given("--deepspeed")
+    if _filled(reading, "bias") and not before:
+        reading.put("model.router_bias", True)
     scores = reading.text("--moe-router-score-function") or "softmax"
     if scores not in ("softmax", "sigmoid"):
         reading.say("--moe-router-score-function", "refused", "a plan has softmax and sigmoid", "model.router_scores")

@@ -104,9 +104,12 @@ def _gate(reading: Reading, *, gated: bool) -> None:
 
 def _attention(reading: Reading, hidden: int | None, heads: int | None) -> None:
     """Heads, their width, biases, latent attention."""
-    if reading.given("--add-qkv-bias"):
+    latent = reading.given("--multi-latent-attention")
+    if latent:
+        reading.say("--add-qkv-bias", "no-effect", "projections of latent attention have no bias")
+    elif reading.given("--add-qkv-bias"):
         reading.put("model.qkv_bias", reading.is_written("--disable-bias-linear"), "--add-qkv-bias")
-    if reading.given("--multi-latent-attention"):
+    if latent:
         for row in UNDER["--multi-latent-attention"]:
             reading.put_row(row)
         reading.say("--multi-latent-attention", "mapped", "", "model.kv_lora_rank")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .shell_sourced import Unread
+
 
 @dataclass(frozen=True)
 class Occurrence:
@@ -25,7 +27,8 @@ class Occurrence:
 @dataclass
 class TrainingCommand:
     """A training command. `launcher` are the arguments before the program, `program` its name, and `num_devices` what
-    the launcher takes, None where it is not known (`devices_unknown` says why)."""
+    the launcher takes, None where it is not known (`devices_unknown` says why). `unread` are the files that its script
+    takes in and that are not read."""
 
     occurrences: list[Occurrence]
     program: str = ""
@@ -34,3 +37,4 @@ class TrainingCommand:
     num_devices: int | None = None
     devices_unknown: str = ""
     assumed: list[str] = field(default_factory=list)
+    unread: list[Unread] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..base.errors import did_you_mean
@@ -13,6 +13,7 @@ from ..plan.toml import Given, Values
 from .account import Setting, Status
 from .megatron_flags import ALIASES, RELEASES, Direct, Flag, all_flags
 from .megatron_occurrences import Occurrence, TrainingCommand
+from .shell_sourced import Unread
 
 HINT = "Give --variable {name}=VALUE."
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*|\d)")
@@ -143,7 +144,7 @@ class Reading:
 
     def finish(self) -> tuple[Setting, ...]:
         """What became of every flag, in the order of the lines."""
-        settings = list(self._defaults)
+        settings = [*self._defaults, *_taken_in(self.command.unread)]
         for each in self._earlier:
             name = ALIASES.get(each.flag, each.flag)
             why = f"it is given again on line {self.last[name].line}, which counts"
@@ -185,6 +186,14 @@ class Reading:
         if not each.flag.strip():
             return "a backslash with a blank behind it ends the command here, not the line"
         return "no argument takes it as a value"
+
+
+def _taken_in(files: Iterable[Unread]) -> Iterator[Setting]:
+    """The files of a script that it takes in and that are not read. Those that lie elsewhere, mostly the environment of
+    programs, are only said: variables that are theirs alone are refused where they decide something."""
+    for each in files:
+        status: Status = "refused" if each.is_needed else "not-modelled"
+        yield Setting("source", each.written, each.line, status, None, f"{each.why}; what it sets is not known")
 
 
 def unknown_value(each: Occurrence) -> str:

@@ -43,6 +43,7 @@ _WHY = {
     "schedule": "Megatron runs 1F1B and Interleaved1F1B",
     "runtime": "what Megatron does here is not an argument of it",
     "runtime.profile": "the script is for Megatron-Core with Transformer Engine",
+    "model.router_bias": "its routers have a bias where other products have one, since core 0.15",
     "model.name": "its arguments do not name the model",
 }
 

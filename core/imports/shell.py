@@ -39,6 +39,7 @@ from .shell_nodes import (
     While,
     Word,
 )
+from .shell_sourced import Sourced
 from .shell_syntax import Parser
 from .shell_values import (
     Argument,
@@ -77,12 +78,13 @@ class _Leave(Exception):
         self.returns = returns
 
 
-def commands_of(text: str, variables: Mapping[str, str]) -> tuple[Started, ...]:
-    """Every command that the script may start, in order. `variables` are those of the environment.
+def commands_of(text: str, variables: Mapping[str, str], sourced: Sourced | None = None) -> tuple[Started, ...]:
+    """Every command that the script may start, in order. `variables` are those of the environment; `sourced` reads the
+    files that it takes in, and hears of those that are not read.
 
     Raises `ShellSyntaxError` for a text that is not of the part of bash that is known.
     """
-    shell = _Shell({name: (Piece(value, 0),) for name, value in variables.items()})
+    shell = _Shell({name: (Piece(value, 0),) for name, value in variables.items()}, sourced=sourced or Sourced())
     with suppress(_Leave):
         shell.run(Parser(text.replace(OPAQUE, "")).script())
     return tuple(shell.started)
@@ -101,9 +103,11 @@ def arguments_in(text: str, variables: Mapping[str, str]) -> tuple[Argument, ...
     return tuple(found)
 
 
-def variables_of(text: str, variables: Mapping[str, str]) -> dict[str, tuple[Argument, ...]]:
+def variables_of(
+    text: str, variables: Mapping[str, str], sourced: Sourced | None = None
+) -> dict[str, tuple[Argument, ...]]:
     """The words of each variable as the script leaves it, but for those that are given. Raises `ShellSyntaxError`."""
-    shell = _Shell({name: (Piece(value, 0),) for name, value in variables.items()})
+    shell = _Shell({name: (Piece(value, 0),) for name, value in variables.items()}, sourced=sourced or Sourced())
     with suppress(_Leave):
         shell.run(Parser(text.replace(OPAQUE, "")).script())
     return {
@@ -124,6 +128,7 @@ class _Shell:
     within: tuple[Argument, ...] = ()
     depth: int = 0
     steps: int = 0
+    sourced: Sourced = field(default_factory=Sourced)
 
     def __post_init__(self) -> None:
         self.environment = {**self.given, **self.environment}
@@ -326,9 +331,28 @@ class _Shell:
             self._read(arguments[1:], command)
         elif name == "eval":
             return self._nested(spaced([each.pieces for each in arguments[1:]]))
-        elif name not in ("echo", "printf", *DECLARING, "set", "shift", "trap", "source", "."):
+        elif name in ("source", "."):
+            return self._source(arguments[1:], command.line)
+        elif name not in ("echo", "printf", *DECLARING, "set", "shift", "trap"):
             self._start(arguments, command)
         return None
+
+    def _source(self, arguments: Sequence[Argument], line: int) -> bool | None:
+        """Follows a file that is taken in, all of it on this line."""
+        text = self.sourced.text(arguments[0], line) if arguments and self.depth < DEEPEST else None
+        if text is None:
+            return None
+        text, self.depth = text.replace(OPAQUE, ""), self.depth + 1
+        try:
+            return self.run(Parser(text, [line] * (len(text) + 1)).script())
+        except _Leave as leave:
+            if not leave.returns:
+                raise
+            return None
+        except ShellSyntaxError as error:
+            raise ShellSyntaxError(f"{arguments[0].text}: {error}", line) from None
+        finally:
+            self.depth -= 1
 
     def _read(self, arguments: Sequence[Argument], command: Simple) -> None:
         names = [each.text for each in arguments if each.text.isidentifier()]
@@ -477,6 +501,8 @@ class _Shell:
             case Opaque():
                 if part.number is not None:
                     return [(self.carried[part.number],)] if part.number < len(self.carried) else [()]
+                if (folder := self.sourced.own_folder(part.written)) is not None:
+                    return [(Piece(folder, part.line),)]
                 return [(Piece(part.written, part.line, unknown=f"{part.written} is not executed"),)]
             case Parameter():
                 return self._parameter(part)

@@ -99,6 +99,38 @@ _LLAMA4_16: Fields = {
     **_BIASED,
 }
 
+
+def _gpt_oss(layers: int, experts: int, **more: Any) -> Fields:
+    """Fields of a gpt-oss (models/gpt_oss/__init__.py of 2026; before, the debugmodel had the whole vocabulary, and the
+    ramp between rotary pairs rounded ends)."""
+    return {
+        "num_layers": layers,
+        "hidden_size": 2880,
+        "ffn_hidden_size": 2880,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "num_experts": experts,
+        "experts_per_token": 4,
+        "bias": True,
+        "router_bias": True,
+        "activation": "quick_geglu",
+        "gate_offset": 1.0,
+        "gate_limit": 7.0,
+        "attention_sinks": True,
+        "sliding_window": 128,
+        "window_layers": [1, 0],
+        "rope_theta": 150000.0,
+        "rope_scaling": "yarn",
+        "rope_factor": 32.0,
+        "rope_original_positions": 4096,
+        "rope_truncate": False,
+        **_BIASED,
+        **more,
+    }
+
+
 MODELS: dict[str, dict[str, Fields]] = {
     "llama2": {
         "debugmodel": _llama(8, 256, 16, **_LLAMA2),
@@ -120,6 +152,11 @@ MODELS: dict[str, dict[str, Fields]] = {
     "llama4": {
         "17bx16e": _LLAMA4_16,
         "17bx128e": {**_LLAMA4_16, "num_experts": 128, "first_dense_layers": 1, "expert_layer_step": 2},
+    },
+    "gpt_oss": {
+        "debugmodel": _gpt_oss(4, 8, hidden_size=256, vocab_size=2048),
+        "20b": _gpt_oss(24, 32),
+        "120b": _gpt_oss(36, 128),
     },
     "deepseek_v3": {
         "debugmodel": _SMALL_DEEPSEEK,
@@ -169,7 +206,6 @@ NOT_EXPRESSED: dict[str, dict[str, str]] = {
         "17bx16e_irope": _IROPE,
         "17bx128e_irope": _IROPE,
     },
-    "gpt_oss": {"": "attention sinks, windows in every second layer, and biases of experts (model/args.py)"},
     "flux": {"": "an image model (double and single stream blocks): no decoder of text"},
     "vlm": {"": "a vision encoder before the decoder"},
     "qwen3_5": {"": "gated linear attention in three of four layers (GatedDeltaNet)"},

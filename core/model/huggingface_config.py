@@ -13,7 +13,8 @@ from typing import Any
 from ..base.errors import ModelError
 from .attention_kinds import layer_window, of_layer, pattern_of
 from .huggingface import model_from_config
-from .model import SCALING_FIELDS, ModelSpec
+from .model import ModelSpec
+from .model_fields import SCALING_FIELDS
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 """`precision.dtype` -> what the files call it."""
@@ -153,8 +154,44 @@ def _gemma2(model: ModelSpec) -> dict[str, Any]:
 
 
 def _gemma3(model: ModelSpec) -> dict[str, Any]:
-    local = {"rope_type": "default", "rope_theta": model.rope_local_theta or 10000.0}
-    return {**_gemma2(model), "rope_parameters": {"full_attention": _rope(model), "sliding_attention": local}}
+    return {**_gemma2(model), "rope_parameters": _two_ropes(model, model.rope_local_theta or 10000.0)}
+
+
+def _two_ropes(model: ModelSpec, local_theta: float) -> dict[str, Any]:
+    """`rope_parameters` of layers without a window and with one."""
+    local = {"rope_type": "default", "rope_theta": local_theta}
+    return {"full_attention": _rope(model), "sliding_attention": local}
+
+
+def _gemma1(model: ModelSpec) -> dict[str, Any]:
+    return {**_rotary(model), **_attention_bias(model), "hidden_act": "gelu_pytorch_tanh", **_NO_PADDING}
+
+
+def _olmo2(model: ModelSpec) -> dict[str, Any]:
+    return {**_rotary(model), **_attention_bias(model), **_NO_PADDING}
+
+
+def _olmo3(model: ModelSpec) -> dict[str, Any]:
+    windows = {"sliding_window": model.sliding_window or model.max_positions, "layer_types": _layer_types(model)}
+    ropes = _two_ropes(model, model.rope_local_theta or model.rope_theta)
+    return {**_olmo2(model), **windows, "rope_parameters": ropes}
+
+
+def _olmoe(model: ModelSpec) -> dict[str, Any]:
+    experts = {"num_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+    found = {**_olmo2(model), **experts, "norm_topk_prob": model.normalized_router_weights}
+    return {key: value for key, value in found.items() if key != "head_dim"}  # an even share of the hidden size
+
+
+def _gpt_oss(model: ModelSpec) -> dict[str, Any]:
+    return {
+        **_mixtral(model),
+        "attention_bias": model.bias or model.qkv_bias,
+        "sliding_window": model.sliding_window or model.max_positions,
+        "layer_types": _layer_types(model),
+        "swiglu_limit": model.gate_limit,
+        **_NO_PADDING,
+    }
 
 
 def _gemma(model: ModelSpec) -> dict[str, Any]:
@@ -351,6 +388,7 @@ _WRITERS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "mistral": _mistral,
     "ministral": _ministral,
     "phi3": _phi3,
+    "gemma": _gemma1,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "smollm3": _smollm3,
@@ -367,6 +405,10 @@ _WRITERS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "glm4": _glm4,
     "glm4_moe": _glm4_moe,
     "cohere2": _cohere2,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "olmoe": _olmoe,
+    "gpt_oss": _gpt_oss,
 }
 """Family -> its keys, most general names first: the first family that reads back as the same model is taken."""
 
@@ -376,6 +418,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "ministral": "MinistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -392,5 +435,9 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 """Family -> the class that `transformers` loads its files with."""

@@ -1,5 +1,5 @@
 """Hugging Face `config.json` files of families that have norms, factors or biases elsewhere than Llama: Granite, GLM-4,
-OLMo 2 and Cohere's second."""
+OLMo 2 and 3, and Cohere's second."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .huggingface_keys import (
     Config,
     attention_bias,
     bias_fields,
+    filled,
     given,
     head_width,
     rotary,
     size,
     turned_width,
-    whole_width_norms,
     window_fields,
 )
 from .model import ModelSpec
@@ -55,9 +55,34 @@ def _glm4(config: Config, name: str, source: str) -> ModelSpec:
 
 
 def _olmo2(config: Config, name: str, source: str) -> ModelSpec:
-    """`Olmo2Config`: norms behind both halves only."""
-    norms = {"pre_norms": False, "post_norms": True}
-    return rotary(config, name, source, whole_width_norms("olmo2"), **attention_bias(config), **norms)
+    """`Olmo2Config` (arXiv 2501.00656, section 3.2): norms behind both halves only, and one of all queries and one of
+    all keys."""
+    return rotary(filled(config, rms_norm_eps=1e-5), name, source, [], **attention_bias(config), **_OLMO_NORMS)
+
+
+_OLMO_NORMS = {"pre_norms": False, "post_norms": True, "whole_qk_norm": True}
+
+
+def _olmo3(config: Config, name: str, source: str) -> ModelSpec:
+    """`Olmo3Config`: OLMo 2 with a window in all but every fourth layer; rotary positions are scaled in the others
+    alone."""
+    problems: list[str] = []
+    slides = [bool((layer + 1) % 4) for layer in range(size(config, "num_hidden_layers"))]
+    windows = window_fields(config, slides, problems, usual=4096)
+    rope = given(config, "rope_parameters", {})
+    if "full_attention" not in rope:  # as files before transformers 5 have it
+        rope = {"full_attention": {**rope, **given(config, "rope_scaling", {})}}
+    whole, local = rope["full_attention"], given(rope, "sliding_attention", {})
+    if given(local, "rope_type", "default") != "default":
+        problems.append(f"rope_type={local['rope_type']!r} of sliding_attention is not understood; read is 'default'.")
+    theta = float(given(config, "rope_theta", given(whole, "rope_theta", 5e5)))
+    base = float(given(local, "rope_theta", theta))
+    scaled = given(whole, "rope_type", given(whole, "type", "default")) != "default"
+    fields = {**_OLMO_NORMS, **attention_bias(config), **windows, "rope_theta": theta}
+    if windows and (scaled or base != theta):
+        fields["rope_local_theta"] = base
+    config = filled({**config, "rope_parameters": whole}, rms_norm_eps=1e-5)
+    return rotary(config, name, source, problems, **fields)
 
 
 def _cohere2(config: Config, name: str, source: str) -> ModelSpec:
@@ -88,6 +113,7 @@ FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {
     "granite": _granite,
     "glm4": _glm4,
     "olmo2": _olmo2,
+    "olmo3": _olmo3,
     "cohere2": _cohere2,
 }
 """`model_type` -> reader."""

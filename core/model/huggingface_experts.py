@@ -13,17 +13,18 @@ from .huggingface_keys import (
     bias_fields,
     expert_fields,
     expert_pattern,
+    filled,
     given,
     raise_problems,
     refuse_biases,
     rotary,
     size,
     turned_width,
-    whole_width_norms,
     window_fields,
 )
 from .huggingface_windows import qwen_windows
-from .model import QUICK_GELU, ModelSpec
+from .model import ModelSpec
+from .model_fields import QUICK_GELU
 
 
 def _mixtral(config: Config, name: str, source: str) -> ModelSpec:
@@ -158,18 +159,25 @@ def _granitemoe(config: Config, name: str, source: str) -> ModelSpec:
 
 
 def _olmoe(config: Config, name: str, source: str) -> ModelSpec:
-    """`OlmoeConfig`: experts as wide as its MLP in every layer."""
-    problems = whole_width_norms("olmoe")
+    """`OlmoeConfig` (arXiv 2409.02060): experts as wide as its MLP in every layer, one norm of all queries and one of
+    all keys."""
+    problems = []
     if config.get("clip_qkv") is not None:
         problems.append(f"clip_qkv={config['clip_qkv']} is not understood; read is null.")
-    weights = {"normalized_router_weights": bool(given(config, "norm_topk_prob", False))}
-    return rotary(config, name, source, problems, **attention_bias(config), **expert_fields(config), **weights)
+    fields = {"whole_qk_norm": True, "normalized_router_weights": bool(given(config, "norm_topk_prob", False))}
+    config = filled(config, rms_norm_eps=1e-5)
+    return rotary(config, name, source, problems, **attention_bias(config), **expert_fields(config), **fields)
 
 
 def _gpt_oss(config: Config, name: str, source: str) -> ModelSpec:
     """`GptOssConfig`: biases everywhere, routers with one, experts with limited gates; attention with sinks, and a
     window in every second layer."""
     problems: list[str] = []
+    config = filled(config, rms_norm_eps=1e-5, head_dim=64)
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config["rope_parameters"] = _GPT_OSS_ROPE
+    rope = config.get("rope_parameters") or config["rope_scaling"]
+    config["rope_theta"] = given(config, "rope_theta", given(rope, "rope_theta", 150000.0))
     if given(config, "swiglu_alpha", QUICK_GELU) != QUICK_GELU:
         problems.append(f"swiglu_alpha={config['swiglu_alpha']} is not understood; read is {QUICK_GELU}.")
     limits = {"activation": "quick_geglu", "gate_offset": 1.0, "gate_limit": float(given(config, "swiglu_limit", 7.0))}
@@ -178,6 +186,17 @@ def _gpt_oss(config: Config, name: str, source: str) -> ModelSpec:
     slides = [layer % 2 == 0 for layer in range(size(config, "num_hidden_layers"))]
     windows = window_fields(config, slides, problems, usual=128)
     return rotary(config, name, source, problems, attention_sinks=True, **biases, **limits, **experts, **windows)
+
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""The scaling that `GptOssConfig` takes where a file has none."""
 
 
 def _llama4(config: Config, name: str, source: str) -> ModelSpec:

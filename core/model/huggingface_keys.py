@@ -9,7 +9,8 @@ from typing import Any
 from ..base.errors import ModelError, Problem
 from .attention_kinds import pattern_of
 from .expert_layers import pattern_of as expert_layers_of
-from .model import SCALING_FIELDS, ModelSpec
+from .model import ModelSpec
+from .model_fields import SCALING_FIELDS
 
 Config = Mapping[str, Any]
 
@@ -78,8 +79,6 @@ def rope_scaling(rope: Config, problems: list[str], *, partial: bool = False) ->
     if kind not in ("none", *SCALING_FIELDS):
         problems.append(f"rope_type={kind!r} is not understood; read are default, {', '.join(SCALING_FIELDS)}.")
         return {}
-    if rope.get("truncate") is False:
-        problems.append("truncate=false of yarn is not understood; read is a ramp between whole pairs.")
     if not partial and given(rope, "partial_rotary_factor", 1.0) != 1.0:
         problems.append(
             f"partial_rotary_factor={rope['partial_rotary_factor']} is not understood; read are heads "
@@ -91,8 +90,12 @@ def rope_scaling(rope: Config, problems: list[str], *, partial: bool = False) ->
             "original_max_position_embeddings" if field == "rope_original_positions" else field.removeprefix("rope_")
         )
         if value is not None and (kind, field) != ("dynamic", "rope_original_positions"):
-            found[field] = int(value) if field == "rope_original_positions" else float(value)
+            found[field] = _SCALING_TYPES.get(field, float)(value)
     return found
+
+
+_SCALING_TYPES = {"rope_original_positions": int, "rope_truncate": bool}
+"""Those of fields that are no fractions."""
 
 
 def window_fields(
@@ -161,9 +164,9 @@ def refuse_biases(config: Config) -> list[str]:
     )
 
 
-def whole_width_norms(family: str) -> list[str]:
-    """The problem of a family that norms queries and keys over all heads."""
-    return [f"model_type={family!r} norms queries and keys over all heads together; read are norms of each head."]
+def filled(config: Config, **usual: Any) -> dict[str, Any]:
+    """A config with what its family takes where a key is absent or null."""
+    return {**config, **{key: given(config, key, value) for key, value in usual.items()}}
 
 
 def turned_width(config: Config, problems: list[str], *, usual: float = 1.0) -> int:

@@ -1,5 +1,5 @@
 """`config.json` of families that look like Llama, whose layers differ in what a token attends to or whether they have
-positions: Mistral, Ministral, Phi-3 and Phi-4, SmolLM3, Gemma 2 and 3; and the windows of Qwen."""
+positions: Mistral, Ministral, Phi-3 and Phi-4, SmolLM3, Gemma; and the windows of Qwen."""
 
 from __future__ import annotations
 
@@ -80,6 +80,16 @@ def _smollm3(config: Config, name: str, source: str) -> ModelSpec:
     )
 
 
+def _gemma(config: Config, name: str, source: str) -> ModelSpec:
+    """`GemmaConfig` (arXiv 2403.08295, section 2): norms with an offset, embeddings times the root of their width. Of
+    its two names of the activation `gelu` means the approximation, as the first files have it."""
+    problems: list[str] = []
+    if (activation := given(config, "hidden_act", "gelu_pytorch_tanh")) not in ("gelu", "gelu_pytorch_tanh"):
+        problems.append(f"hidden_act={activation!r} is not understood; read is 'gelu_pytorch_tanh'.")
+    fields = {**_gemma_fields({**config, "query_pre_attn_scalar": None}, problems), "post_norms": False}
+    return rotary(_as_llama(config), name, source, problems, **{**fields, "attention_scale": None})
+
+
 def _gemma2(config: Config, name: str, source: str) -> ModelSpec:
     """`Gemma2Config` (arXiv 2408.00118, section 2): capped scores and logits, a window in every second layer."""
     problems: list[str] = []
@@ -109,8 +119,6 @@ def _gemma3(config: Config, name: str, source: str) -> ModelSpec:
         "attention_softcap": float(given(config, "attn_logit_softcapping", 0.0)),
         "logit_softcap": float(given(config, "final_logit_softcapping", 0.0)),
     }
-    if given(config, "use_bidirectional_attention", False):
-        problems.append("use_bidirectional_attention=true is not understood; read are decoders.")
     fields = {**_gemma_fields(config, problems), **caps, **windows, "qk_norm": True, "rope_theta": theta}
     if windows:
         fields["rope_local_theta"] = base
@@ -124,8 +132,10 @@ def _as_llama(config: Config) -> dict[str, Any]:
 
 
 def _gemma_fields(config: Config, problems: list[str]) -> dict[str, Any]:
-    """What both generations have: norms with an offset before and behind both halves, a scale of scores of their own,
-    embeddings times the root of their width, tied by default."""
+    """What all generations have: norms with an offset, from the second on before and behind both halves and with a
+    scale of scores of their own; embeddings times the root of their width, tied by default."""
+    if given(config, "use_bidirectional_attention", False):
+        problems.append("use_bidirectional_attention=true is not understood; read are decoders.")
     if (activation := given(config, "hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
         problems.append(f"hidden_activation={activation!r} is not understood; read is 'gelu_pytorch_tanh'.")
     head_dim, scalar = int(given(config, "head_dim", 256)), float(given(config, "query_pre_attn_scalar", 256))
@@ -157,6 +167,7 @@ FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {
     "ministral3": _ministral3,
     "mistral3": _with_a_tower,
     "gemma3": _with_a_tower,
+    "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "phi3": _phi3,

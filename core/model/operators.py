@@ -181,6 +181,10 @@ def _grouped_attention(model: ModelSpec, window: int, turns: bool) -> Iterator[O
     if model.qk_norm:
         yield Operator(Role.QUERY_HEAD_NORM, Kind.NORM, Width(d), Width(d))
         yield Operator(Role.KEY_HEAD_NORM, Kind.NORM, Width(d), Width(d))
+    if model.whole_qk_norm:
+        queries, keys = Width(group * d, "heads", model.num_kv_heads), Width(d, "heads", model.num_kv_heads)
+        yield Operator(Role.ALL_QUERIES_NORM, Kind.NORM, queries, queries)
+        yield Operator(Role.ALL_KEYS_NORM, Kind.NORM, keys, keys)
     sinks = model.attention_sinks
     yield Operator(Role.CORE, Kind.ATTEND, mixed, attended, window=window, turns=turns, sinks=sinks)
     yield _attention_output(model, attended)

@@ -126,17 +126,19 @@ def expert_bias_name(layer: int) -> str:
 
 def operator_parameters(model: ModelSpec, operators: Iterable[Operator], prefix: str = "") -> Iterator[Parameter]:
     """The parameters of operators named behind `prefix`, without those that they share."""
+    cut: tuple[int, Feature] | None
     for operator in operators:
         if operator.shared:
             continue
         name = operator.role.named(prefix)
         match operator.kind:
             case Kind.LOOK_UP:
-                cut: tuple[int, Feature] | None = (0, operator.axis) if operator.axis else None
+                cut = (0, operator.axis) if operator.axis else None
                 yield Parameter(f"{name}.weight", (operator.takes.size, operator.makes.size), cut, init_std=INIT_STD)
             case Kind.NORM:
-                start = 1.0 - model.norm_offset
-                yield Parameter(f"{name}.weight", (operator.makes.size,), constant=start, decay=False)
+                start, rows = 1.0 - model.norm_offset, operator.makes
+                cut, unit = ((0, rows.axis), rows.unit) if rows.axis else (None, 1)
+                yield Parameter(f"{name}.weight", (rows.size,), cut, unit, constant=start, decay=False)
                 if model.norm == "layernorm" and model.norm_bias:
                     yield Parameter(f"{name}.bias", (operator.makes.size,), constant=0.0, decay=False)
             case Kind.LINEAR:

@@ -15,6 +15,8 @@ class Role(Enum):
     QKV = "attention.qkv"
     QUERY_HEAD_NORM = "attention.query_norm"
     KEY_HEAD_NORM = "attention.key_norm"
+    ALL_QUERIES_NORM = "attention.all_queries_norm"  # of all heads of a token together
+    ALL_KEYS_NORM = "attention.all_keys_norm"
     QUERIES = "attention.q"  # latent attention without low-rank queries
     QUERIES_DOWN = "attention.q_down"
     QUERIES_NORM = "attention.q_norm"

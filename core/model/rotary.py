@@ -92,12 +92,16 @@ def _llama3(model: ModelSpec, frequency: float) -> float:
 
 def _yarn_ramp(model: ModelSpec, width: int) -> tuple[float, float]:
     """The pairs between which the ramp lies: those that turn `rope_beta_fast` and `rope_beta_slow` times in
-    an original sequence."""
+    an original sequence, rounded to whole pairs unless the model says otherwise (transformers,
+    `_compute_yarn_parameters`)."""
 
     def pair(turns: float) -> float:
         return width * math.log(model.original_positions / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
 
-    lo, hi = max(math.floor(pair(model.rope_beta_fast)), 0), min(math.ceil(pair(model.rope_beta_slow)), width - 1)
+    first, last = pair(model.rope_beta_fast), pair(model.rope_beta_slow)
+    if model.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    lo, hi = max(first, 0), min(last, width - 1)
     return lo, hi if hi != lo else lo + 0.001
 
 

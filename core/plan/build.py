@@ -404,11 +404,7 @@ def _converted(key: Key, given: Given) -> Any:
         return tuple(map(group_of, value))
     if key.type == "table of rates":
         return {name: float(rate) for name, rate in value.items()}
-<<<<<<< HEAD
-    if key.type == "path" and given.folder is not None and value != "python-stdlib" and not is_url(str(value)):
-=======
-    if key.type == "path" and given.folder is not None:
->>>>>>> data
+    if key.type == "path" and given.folder is not None and not is_url(str(value)):
         return str(given.folder / value)
     if key.type == "data" and given.folder is not None:
         return data_from(given.folder, value)

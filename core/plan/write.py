@@ -9,7 +9,8 @@ from typing import Any
 
 from ..machine.cluster import ClusterSpec
 from ..machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
-from ..model.model import REFINEMENTS, ModelSpec
+from ..model.model import ModelSpec
+from ..model.model_fields import REFINEMENTS
 from ..model.model_presets import MODEL_PRESETS, model_preset
 from .build import SET_IN_PLAN
 from .keys import KEYS, NOUNS

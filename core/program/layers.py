@@ -184,6 +184,8 @@ def _op(tensors: Tensors, operator: Operator, layer: str) -> Op | None:
             return dispatch(tensors, operator, layer)
         case Kind.COMBINE:
             return combine(tensors, operator, layer)
+        case Kind.NORM if operator.role is Role.ALL_QUERIES_NORM and tensors.tp > 1:
+            return _whole_norms(tensors, operator, layer)
         case Kind.LOOK_UP if operator.axis is not None:
             return _token_lookup(tensors, operator, layer)
         case Kind.CROSS_ENTROPY:
@@ -191,6 +193,14 @@ def _op(tensors: Tensors, operator: Operator, layer: str) -> Op | None:
             return Op(layer, operator.role, tensors.softmax(layer, tensors.leaves(operator.axis)), (), ())
         case _:
             return None
+
+
+def _whole_norms(tensors: Tensors, operator: Operator, layer: str) -> Op:
+    """The norms of all queries and of all keys, whose heads are cut: each is a sum over the features of a token, and
+    its input gradient another. Both go in one exchange."""
+    assert operator.axis is not None
+    sums = tensors.row_sums(layer, tensors.leaves(operator.axis), 2)
+    return Op(layer, operator.role, sums, sums, ())
 
 
 def _token_lookup(tensors: Tensors, operator: Operator, layer: str) -> Op:

@@ -122,12 +122,19 @@ class Tensors:
         column, num_sums = self.tokens * PARTIAL_BYTES, 2 if self.plan.train.label_smoothing else 1
         if self.plan.numerics.mode == "fast":
             maximum = self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * column, divisor=self.tp)
-            return (
-                maximum,
-                self.tp_collective(layer, "all_reduce", 2 * (self.tp - 1) * (num_sums + 1) * column, divisor=self.tp),
-            )
-        sums = self.tp_collective(layer, "all_gather", (num_sums * self.num_nodes(leaves) + 1) * column * (self.tp - 1))
-        return (self.tp_collective(layer, "all_gather", column * (self.tp - 1)), sums)
+        else:
+            maximum = self.tp_collective(layer, "all_gather", column * (self.tp - 1))
+        return (maximum, *self.row_sums(layer, leaves, num_sums, others=1))
+
+    def row_sums(self, layer: str, leaves: Leaves, num_sums: int, *, others: int = 0) -> Operations:
+        """Completes sums over the features of every token, of which each rank has some leaves, in one exchange; with
+        them go `others`, one number per token each."""
+        if self.tp == 1:
+            return ()
+        column = self.tokens * PARTIAL_BYTES * (self.tp - 1)
+        if self.plan.numerics.mode == "fast":
+            return (self.tp_collective(layer, "all_reduce", 2 * (num_sums + others) * column, divisor=self.tp),)
+        return (self.tp_collective(layer, "all_gather", (num_sums * self.num_nodes(leaves) + others) * column),)
 
     def tp_collective(self, layer: str, op: CollectiveOp, sent_bytes: int, divisor: int = 1) -> Collective:
         """A collective over tensor parallelism; `sent_bytes / divisor` rounded up leave this rank."""

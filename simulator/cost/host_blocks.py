@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...core.layout.stage_parameters import stage_parameters
-from ...core.model.model import GATE_FIELDS, MULTIPLIERS, NORM_FIELDS, ModelSpec
+from ...core.model.model import ModelSpec
+from ...core.model.model_fields import GATE_FIELDS, MULTIPLIERS, NORM_FIELDS
 from ...core.model.operators import Kind, Operator
 from ...core.model.parameters import Parameter
 from ...core.model.roles import Role

@@ -213,15 +213,16 @@ def _attention(plan: Plan, profile: Profile, by_role: Mapping[Role, Operator]) -
     eager = stepped or (turns and not profile.fused_elementwise)
     rotation = STEPPED_ROTATION if stepped else EAGER_ROTATION
     extra = rotation.times(rotated / sizes.element) if eager else Traffic()
-    passes = int(turns and not eager) + int(model.qk_norm)
+    norms = int(model.qk_norm or model.whole_qk_norm)
+    passes = int(turns and not eager) + norms
     copied = 0.0 if profile.fused_attention else 2 * values
-    biased = queries + keys if model.bias else 0.0
-    biased += sizes.hidden_bytes if model.bias or model.attention_output_bias else 0.0
+    has_biases = by_role[Role.QKV].bias, by_role[Role.ATTENTION_OUTPUT].bias
+    biased = has_biases[0] * (queries + keys) + has_biases[1] * sizes.hidden_bytes
     return extra + Traffic(
         2 * passes * rotated + copied,
         passes + int(not profile.fused_attention),
-        (2 + int(model.qk_norm)) * passes * rotated + copied + 2 * (queries + keys) + biased,
-        passes + int(not profile.fused_attention) + 1 + (2 if model.bias else int(model.attention_output_bias)),
+        (2 + norms) * passes * rotated + copied + 2 * (queries + keys) + biased,
+        passes + int(not profile.fused_attention) + 1 + sum(has_biases),
     )
 
 

@@ -234,6 +234,10 @@ def _attention(tensors: LayerTensors, operators: Sequence[Operator]) -> Iterator
         yield Node("attention.rotary", 0, heads, hidden + tensors.queries, forward_bytes=heads)
         yield from _core(tensors, core, mixed, up=mixed)
         return
+    if num_rows := _normed_rows(tensors):  # each norm keeps what it is given
+        normed = tensors.queries + tensors.keys
+        statistics = STATISTIC_BYTES * tensors.tokens * num_rows
+        yield Node("attention.head_norms", normed + statistics, mixed, hidden, forward_bytes=mixed + normed)
     rotates, eager = core.turns, tensors.profile.eager
     makes_tables = rotates and eager and (tensors.plan.train.packed or not tensors.profile.stores_tables)
     tables = rotary_table_bytes(tensors.plan) if makes_tables else 0
@@ -241,6 +245,12 @@ def _attention(tensors: LayerTensors, operators: Sequence[Operator]) -> Iterator
     yield Node("attention.rotary", tables, mixed, hidden, forward_bytes=mixed + rotated)
     # keys and values repeated for every query head
     yield from _core(tensors, core, tensors.queries * 3 if eager and not tensors.attends_by_blocks(core) else mixed)
+
+
+def _normed_rows(tensors: LayerTensors) -> int:
+    """Rows of queries and keys of a token that are normed on a rank: heads, or all of either; 0 without such norms."""
+    model = tensors.plan.model
+    return tensors.heads + tensors.kv_heads if model.qk_norm else 2 * model.whole_qk_norm
 
 
 def _is_linear(operator: Operator) -> bool:

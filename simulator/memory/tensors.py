@@ -135,7 +135,7 @@ class LayerTensors:
         """Whether our own core takes and gives the heads of a token one after the other, so that the output product
         needs no copy (`backend.model.attention`)."""
         model, fast = self.plan.model, self.profile.counted_masks and self.plan.numerics.mode == "fast"
-        turned = core.turns and not model.qk_norm and not model.is_mla
+        turned = core.turns and not (model.qk_norm or model.whole_qk_norm or model.is_mla)
         return fast and turned and not self.plan.train.packed and not self.attends_by_blocks(core)
 
     @cached_property

@@ -225,7 +225,11 @@ PROBLEMS: Mapping[str, Problem] = {
         Problem("llama-packed", "gqa", train={"packed": True}),
         Problem("llama-bf16", "gqa", {"activation": "geglu_tanh", **FACTORS, **NORMS}, dtype="bf16"),
         Problem(
-            "llama-tied", "gqa", {"tied_embeddings": True, "activation": "relu_squared"}, dropout=0.1, optimizer="sgd"
+            "llama-tied",
+            "gqa",
+            {"tied_embeddings": True, "activation": "relu_squared", "whole_qk_norm": True},
+            dropout=0.1,
+            optimizer="sgd",
         ),
         Problem(
             "gqa-layernorm",

@@ -141,15 +141,17 @@ def adds_bias_on_every_rank(patches: Patches, *, layer: str) -> None:
 def takes_logarithms_first(patches: Patches) -> None:
     """The logarithm of the sum over the vocabulary is taken of each rank's part, before the parts are added."""
 
-    def vocabulary_sums(original: Function) -> Function:
-        def sums(numerics: Numerics, parts: Any, target_BS: Tensor, leaves: Leaves, group: Any) -> object:
-            found = original(numerics, parts, target_BS, leaves, group)
+    def row_sums(original: Function) -> Function:
+        def sums(numerics: Numerics, parts: Any, leaves: Leaves, group: Any, single: Tensor | None = None) -> object:
+            found = original(numerics, parts, leaves, group, single)
+            if single is None:
+                return found
             logarithms = group.all_gather(parts[-1].sum(0).log())
             return [*found[:-2], torch.stack(logarithms).sum(0).exp(), found[-1]]
 
         return sums
 
-    patches.replace(ExactNumerics, "vocabulary_sums", vocabulary_sums)
+    patches.replace(ExactNumerics, "row_sums", row_sums)
 
 
 def draws_routers_apart(patches: Patches, *, tp: int) -> None:

@@ -147,6 +147,12 @@ class Decoder:
         q, k, v = groups[:, :, :queries], groups[:, :, queries : queries + 1], groups[:, :, queries + 1 :]
         if model.qk_norm:
             q, k = self.norm(f"{prefix}.query_norm", q), self.norm(f"{prefix}.key_norm", k)
+        if model.whole_qk_norm:  # over all heads together (OLMo 2, arXiv 2501.00656, section 3.2)
+            names = f"{prefix}.all_queries_norm", f"{prefix}.all_keys_norm"
+            q, k = (
+                self.norm(name, part.reshape(len(x_SH), -1)).reshape(part.shape)
+                for name, part in zip(names, (q, k), strict=True)
+            )
         if model.position == "rope" and _has(model.rope_layers, layer):
             q, k = self._turned(q, layer), self._turned(k, layer)
         k, v = (library(x_SH).broadcast_to(part, q.shape) for part in (k, v))

@@ -110,7 +110,7 @@ def router_gradients(
     forward = _Checked(plan, sequence, own_block=False)
     for layer in routed_layers(plan):
         name = f"{layer_prefix(layer)}.mlp"
-        recorded = {_mlp_input(plan.model, layer), f"{name}.router"}
+        recorded = {*_before_mlp(plan.model, layer), f"{name}.router"}
         if {name, f"{name}.router"} <= gradients.keys() and recorded <= sequence.values.keys():
             yield forward.router_gradient(layer, gradients[name], share)
 
@@ -176,7 +176,7 @@ class _Checked(Decoder):
         """The gradient of a router's logits, by differences: of what the gradient `dy_SH` of the layer's result says of
         the weights of experts, and of what the router adds to the loss, `share` of it for each token."""
         model, train, name = self.model, self.plan.train, f"{layer_prefix(layer)}.mlp"
-        x_SH, logits_SE = self.values[_mlp_input(model, layer)], self.values[f"{name}.router"]
+        x_SH, logits_SE = self._taken(layer), self.values[f"{name}.router"]
         scores_SE = router_scores(logits_SE, model)
         (chosen_SE, clear_S), (load_E, plain_clear_S) = self._choice(scores_SE, layer), expert_loads(scores_SE, model)
         said_SE, size = np.zeros_like(logits_SE), 0.0
@@ -197,10 +197,23 @@ class _Checked(Decoder):
         found_SE[~clear_S | (not plain_clear_S.all() and bool(train.router_aux_loss))] = np.nan
         return Made(f"{name}.router", found_SE, "fp32", cancelled=size * model.router_scaling)
 
+    def _taken(self, layer: int) -> np.ndarray:
+        """What the MLP of a layer takes, from what is recorded before it."""
+        first, *attended = (self.values[name] for name in _before_mlp(self.model, layer))
+        if not attended:
+            return first
+        return self.stored(self._added(first, f"{layer_prefix(layer)}.attention", attended[0]))
 
-def _mlp_input(model: ModelSpec, layer: int) -> str:
-    """The recorded norm that the MLP of a layer takes."""
-    return f"{layer_prefix(layer)}.{'attention' if model.parallel_block else 'mlp'}.norm"
+
+def _before_mlp(model: ModelSpec, layer: int) -> tuple[str, ...]:
+    """The recorded activations that the MLP's input of a layer follows from: a norm, or where there is none before MLPs
+    what goes into the layer and what its attention makes."""
+    prefix = layer_prefix(layer)
+    if model.pre_norms:
+        return (f"{prefix}.{'attention' if model.parallel_block else 'mlp'}.norm",)
+    if layer >= model.num_layers:
+        return f"{mtp_prefix(layer - model.num_layers)}.projection", f"{prefix}.attention"
+    return "embedding.output" if layer == 0 else f"{layer_prefix(layer - 1)}.output", f"{prefix}.attention"
 
 
 def as_multiplied(name: str, values: np.ndarray, dtype: str) -> np.ndarray:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from ...core.base.findings import NOWHERE, Finding, Location
 from ...core.commands.github import line_about
-from ...core.imports.given import places_of
+from ...core.imports.given import UNASKED, Reading, places_of
 from .rules.rule import SCHEDULE_KEY
 
 
-def location_of(finding: Finding, source: str | None) -> Location:
-    """The place of a finding about the plan or the schedule CSV in the file `source`; without a file, none.
+def location_of(finding: Finding, source: str | None, reading: Reading = UNASKED) -> Location:
+    """The place of a finding about the plan or the schedule CSV in the file `source`, which was read as `reading` says;
+    without a file, none.
 
     Raises `OSError` and `PlanError` for a file that cannot be read.
     """
@@ -20,7 +21,7 @@ def location_of(finding: Finding, source: str | None) -> Location:
         return NOWHERE
     if source.lower().endswith(".csv"):
         return _row_of(finding, source)
-    values = places_of(source)
+    values = places_of(source, reading)
     written = values.get("schedule", {}).get("file")
     is_about_a_row = finding.key == SCHEDULE_KEY and finding.axis is None  # else about copies of a stage
     if is_about_a_row and written is not None:

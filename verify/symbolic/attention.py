@@ -6,12 +6,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ...core.layout.stage_parameters import Usage
 from ...core.model.parameters import Parameter
 from ...core.program import Operations, Product
-from .expressions import apply
-from .layers import Linear, Phase, Ranks, check_shape, vector_gradient
+from .expressions import Expression, apply, symbol
+from .layers import Linear, Phase, Ranks, check_shape, summed_leaves, vector_gradient
 from .parts import (
     LayerHalf,
     OperationsOf,
@@ -101,10 +102,11 @@ class Attention(LayerHalf):
 class GroupedAttention(Attention):
     """Query heads that share key and value heads, normed where the model norms them, and the scores of sinks."""
 
-    layers = ("attention.qkv", "attention.core", "attention.output")
+    layers = ("attention.qkv", "attention.all_queries_norm", "attention.core", "attention.output")
 
     def __init__(self, ranks: Ranks, prefix: str, parameters: Mapping[str, Parameter], operations: OperationsOf):
         super().__init__(ranks, prefix, parameters, operations)
+        self.whole = WholeNorms(self)
         self.qkv, self.output = self._linear("attention.qkv"), self._linear("attention.output")
         self.norms = [*self._norm("attention.query_norm"), *self._norm("attention.key_norm")]
         self.sinks = parameters.get("attention.core.sinks")
@@ -112,7 +114,7 @@ class GroupedAttention(Attention):
     def forward(self, x: list[Part], phase: Phase) -> list[Part]:
         saved = self.saved
         saved["x"], saved["qkv"] = x, self._apply("attention.qkv", self.qkv, x, phase)
-        heads = normed(self.norms, saved["qkv"]) if self.norms else saved["qkv"]
+        heads = normed(self.norms, saved["qkv"]) if self.norms else self.whole.forward(saved["qkv"], phase)
         if self.sinks is not None:
             heads = [replace(part, value=apply("sinks", part.value, self.sinks.name)) for part in heads]
         saved["heads"] = heads
@@ -132,11 +134,63 @@ class GroupedAttention(Attention):
         for parameter in self.norms:
             usage = Usage(parameter)
             self.gradients[usage.key] = head_gradient(self.ranks, usage, dheads, saved["qkv"])
-        dqkv = mapped("norm gradient", dheads, saved["qkv"]) if self.norms else dheads
+        norms_back = partial(mapped, "norm gradient") if self.norms else self.whole.backward
+        dqkv = norms_back(dheads, saved["qkv"])
         return self._back("attention.qkv", self.qkv, dqkv, saved["x"])
 
     def _heads(self) -> list[Part]:
         return self.qkv.cut_parts()
+
+
+class WholeNorms:
+    """The norms of all queries and of all keys, each by a sum over the features of all ranks; none where the model does
+    not norm them so."""
+
+    layer = "attention.all_queries_norm"
+
+    def __init__(self, attention: Attention):
+        self.attention, self.ranks = attention, attention.ranks
+        names = f"{self.layer}.weight", "attention.all_keys_norm.weight"
+        self.norms = [attention.parameters[name] for name in names if name in attention.parameters]
+
+    def forward(self, qkv: list[Part], phase: Phase) -> list[Part]:
+        """Queries and keys normed."""
+        if not self.norms:
+            return qkv
+        operations = self.attention.operations(self.layer, "forward" if phase == "forward" else "recomputed")
+        squares = self._sums("squares", operations, phase, qkv)
+        names = [parameter.name for parameter in self.norms]
+        return [replace(part, value=apply("whole norm", part.value, *squares, *names)) for part in qkv]
+
+    def backward(self, dheads: list[Part], qkv: list[Part]) -> list[Part]:
+        """The gradient of what was normed; those of the weights go to the attention's."""
+        if not self.norms:
+            return dheads
+        for parameter in self.norms:
+            usage = Usage(parameter)
+            self.attention.gradients[usage.key] = vector_gradient(self.ranks, usage, dheads, qkv)
+        operations = self.attention.operations(self.layer, "input_gradient")
+        sums = self._sums("normed times gradient", operations, "input gradient", dheads, qkv)
+        return [
+            replace(part, value=apply("whole norm gradient", part.value, other.value, *sums))
+            for part, other in zip(dheads, qkv, strict=True)
+        ]
+
+    def _sums(self, what: str, operations: Sequence[Operations], phase: Phase, *given: list[Part]) -> list[Expression]:
+        """A sum over the features of each token for each norm, the same on every rank."""
+        leaves, tokens, results = self.ranks.plan.leaf_sizes.heads, (0, self.ranks.sequence), []
+
+        def own(tp_rank: int, norm: str) -> Part:
+            values = [parts[tp_rank].value for parts in given]
+            terms = {leaf: apply(what, *values, norm, leaf) for leaf in range(*leaves.owned(self.ranks.tp, tp_rank))}
+            return replace(summed_leaves(self.ranks, tokens, terms, leaves.num_leaves, (len(terms),)), per_token=True)
+
+        for parameter in self.norms:
+            _, parts = self.ranks.walk(operations, [own(each, parameter.name) for each in range(self.ranks.tp)], [])
+            wanted = [Part(symbol("sum"), tokens)] * self.ranks.tp
+            name = f"{parameter.name.removesuffix('.weight')} {what}"
+            results.append(self.ranks.settle(phase, name, parts, wanted)[0].value)
+        return results
 
 
 class LatentAttention(Attention):

@@ -397,7 +397,6 @@ RULES: tuple[Rule, ...] = (
         padding_is_distinguished,
     ),
     Rule(
-<<<<<<< HEAD
         "rates-are-ordered",
         (
             *(f"optimizer.{name}" for name in ("schedule", "warmup_steps", "warmup_fraction", "initial_learning_rate")),
@@ -406,7 +405,8 @@ RULES: tuple[Rule, ...] = (
         ),
         "learning rates rise to the peak and fall to the least, and weight decay rises, each in its time",
         rates_are_ordered,
-=======
+    ),
+    Rule(
         "data-are-split-once",
         ("train.split", "train.validation_data"),
         "validation data are a share of the documents, or data of their own",
@@ -417,7 +417,6 @@ RULES: tuple[Rule, ...] = (
         ("train.data", "train.validation_data"),
         "every source of a blend has a positive weight",
         weights_are_positive,
->>>>>>> data
     ),
     Rule(
         "dtype-has-peak",

@@ -47,6 +47,7 @@ SHARED = {
     "norm_eps": 1e-6,
 }
 YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 16}
+OLMO = {"pre_norms": False, "post_norms": True, "whole_qk_norm": True}
 FACTORS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logit_multiplier": 1 / 3}
 PARALLEL = {"activation": "gelu", "norm": "layernorm", "parallel_block": True, "tied_embeddings": True}
 GEMMA = replace(
@@ -146,6 +147,24 @@ MODELS = {
         window_layers=(1, 0),
         rope_layers=(1, 0),
         tied_embeddings=True,
+    ),
+    "olmo2": replace(LLAMA, **OLMO),
+    "olmo3": replace(LLAMA, **OLMO, **YARN, sliding_window=9, window_layers=(1, 0), rope_local_theta=10000.0),
+    "olmoe": replace(LLAMA, **MIXTURE, whole_qk_norm=True, normalized_router_weights=False),
+    "gemma": replace(GEMMA, post_norms=False, attention_scale=None, sliding_window=0),
+    "gpt_oss": replace(
+        LLAMA,
+        **MIXTURE,
+        **YARN,
+        rope_truncate=False,
+        bias=True,
+        router_bias=True,
+        activation="quick_geglu",
+        gate_offset=1.0,
+        gate_limit=0.7,
+        attention_sinks=True,
+        sliding_window=9,
+        window_layers=(1, 0),
     ),
     "falcon": replace(LLAMA, **PARALLEL, rope_theta=5000.0),
     "falcon of one key head": replace(LLAMA, **PARALLEL, num_kv_heads=1, bias=True),

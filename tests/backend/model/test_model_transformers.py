@@ -67,6 +67,7 @@ GRANITE = {
     "attention_multiplier": 8**-0.5,
     "logits_scaling": 3.0,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 TURNED_WHOLE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 MODELS = {
     "gpt2": (
@@ -285,6 +286,51 @@ MODELS = {
             "layer_types": ["sliding_attention"] * 2,
         },
     ),
+    "gemma": (
+        "GemmaForCausalLM",
+        transformers.GemmaConfig,
+        {**ROTARY, "pad_token_id": None},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", transformers.Olmo2Config, {**ROTARY, "pad_token_id": None}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        transformers.Olmo3Config,
+        {
+            **ROTARY,
+            "pad_token_id": None,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 20000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+            },
+        },
+    ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        transformers.OlmoeConfig,
+        {
+            **{key: value for key, value in ROTARY.items() if key != "head_dim"},
+            "hidden_size": 96,
+            "intermediate_size": 36,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "pad_token_id": None,
+        },
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        transformers.GptOssConfig,
+        {
+            **ROTARY,
+            "intermediate_size": 36,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {**YARN, "rope_theta": 10000.0, "truncate": False},
+        },
+    ),
     "llama-stretched": (
         "LlamaForCausalLM",
         transformers.LlamaConfig,
@@ -350,8 +396,20 @@ EXPERTS = {
     "tp2 pp2 sp etp1 ep2": Layout(tp=2, pp=2, sequence_parallel=True, etp=1, ep=2),
     "cp2 ep2": Layout(cp=2, ep=2),
 }
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe", "glm4_moe")
-ONE_LAYOUT = {"glm4": 2, "granitemoe": 2, "qwen2-moe": 3, "granite": 4}
+WITH_EXPERTS = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe", "glm4_moe"),
+    *("olmoe", "gpt_oss"),
+)
+ONE_LAYOUT = {
+    "glm4": 2,
+    "granitemoe": 2,
+    "qwen2-moe": 3,
+    "granite": 4,
+    "gemma": 3,
+    "olmo2": 2,
+    "olmo3": 4,
+    "gpt-oss": 4,
+}
 ALL_LAYOUTS = ("gpt2", "llama", "qwen2", "mixtral", "deepseek-v3")
 CASES = [
     (name, layout)
@@ -489,7 +547,9 @@ def relative(found, expected):
 
 def file_gradients(model, family) -> dict[str, torch.Tensor]:
     """The gradients of a model of `transformers` by the names its files have: there every
-    expert is a tensor of its own."""
+    expert is a tensor of its own, but for gpt-oss."""
+    if family == "gpt_oss":
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
     found = {}
     stacked = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
     for name, parameter in model.named_parameters():

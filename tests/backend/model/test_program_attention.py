@@ -49,6 +49,7 @@ WIDE = ModelSpec(
     norm="layernorm",
 )
 SINKS = replace(HEADS, name="sinks", num_heads=8, num_kv_heads=4, attention_sinks=True, logit_softcap=0.5)
+OLMO = replace(HEADS, name="olmo", qk_norm=False, qkv_bias=False, whole_qk_norm=True, pre_norms=False, post_norms=True)
 AHEAD = ModelSpec("ahead", 2, 32, 48, 4, 2, 8, 256, 32, num_mtp_layers=2)
 TIED = ModelSpec(
     "tied",
@@ -78,6 +79,9 @@ UP = Recompute("selective", modules=("core_attn", "mla_up_proj"))
 LAYOUTS = [
     pytest.param(HEADS, Layout(tp=3), {"micro": 2}, id="heads-tp3"),
     pytest.param(HEADS, Layout(tp=3, dp=2, sequence_parallel=True), {"dtype": "bf16"}, id="heads-tp3-dp2-sp-bf16"),
+    pytest.param(
+        OLMO, Layout(tp=3, sequence_parallel=True), {"recompute": Recompute("full")}, id="whole-norms-tp3-sp-recomputed"
+    ),
     pytest.param(LATENT, Layout(tp=3), {"dtype": "bf16"}, id="latent-tp3-bf16"),
     pytest.param(LATENT, Layout(tp=3, sequence_parallel=True), {"micro": 2}, id="latent-tp3-sp"),
     pytest.param(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch, Numerics, Precision, Train
 from shardproof.core.schedule.action import Action, Kind
+from shardproof.simulator.search.fit import fit
 
 
 def test_a_product_and_its_exponential_hold_400_and_4000_bytes_each_while_they_live():
@@ -99,3 +101,25 @@ def test_a_trainer_that_is_asked_returns_the_peak_of_every_rank_and_its_action(l
         assert max(samples) == peak.num_bytes > min(samples)
         assert Action.from_str(peak.action).kind in (Kind.B, Kind.F, Kind.STEP)
     assert Trainer(plan, transport="memory").fit().peak_memory == ()
+
+
+@pytest.mark.parametrize("norms", ["qk_norm", "whole_qk_norm"])
+def test_norms_of_queries_and_keys_keep_what_is_predicted(norms):
+    """Beyond the same model without; statistics and weights, which lie elsewhere at the peak, are below 1%."""
+
+    def peaks(**changes: bool) -> tuple[int, int]:
+        plan = Plan(
+            replace(model_preset("tiny-llama"), num_layers=4, **changes),
+            cluster_preset("this-host", 1),
+            Layout(),
+            Batch(2, 2, 128),
+            precision=Precision("fp32"),
+            numerics=Numerics("fast"),
+            train=Train(steps=1),
+        )
+        (measured,) = Trainer(plan, transport="memory", live_memory=True).fit().peak_memory
+        return measured.num_bytes, fit(plan).report["per_rank"][0]["peak_memory_bytes"]
+
+    (plain, predicted_plain), (normed, predicted) = peaks(), peaks(**{norms: True})
+    assert predicted - predicted_plain > 500_000
+    assert normed - plain == pytest.approx(predicted - predicted_plain, rel=0.01)

@@ -15,7 +15,8 @@ from shardproof.core.base.errors import PlanError, Problem, ScheduleError
 from shardproof.core.base.findings import Location
 from shardproof.core.commands import github
 from shardproof.core.commands.cli import main
-from shardproof.core.commands.github import annotation, error_annotations, line_of
+from shardproof.core.commands.github import annotation, error_annotations, line_of, location_of_key
+from shardproof.core.imports.given import Reading
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.toml import read_values
 from shardproof.core.schedule.csv import rows_from_csv
@@ -167,6 +168,18 @@ def test_fit_and_bad_input_name_the_lines_of_the_plan(
     captured = capsys.readouterr()
     assert [parsed(line)[1]["line"] for line in captured.out.splitlines()] == ["7", "11"]  # num_devices, pp
     assert captured.err.startswith("shardproof fit: plan.toml:7: ")
+
+
+def test_a_script_is_read_for_its_lines_as_it_was_read_for_its_plan(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.sh"
+    script.write_text(
+        "TP=$1\ntorchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 8 --hidden-size 512 --seq-length 512 \\\n"
+        "    --num-attention-heads 8 --micro-batch-size 1 --bf16 \\\n    --tensor-model-parallel-size $TP\n"
+    )
+    asked = location_of_key(str(script), "layout.tp", Reading("megatron", {"1": "2"}))
+    assert asked == Location(str(script), 4) != location_of_key(str(script), "layout.tp")
+    with pytest.raises(PlanError, match="a table of settings"):
+        location_of_key(str(script), "layout.tp", Reading("accelerate"))
 
 
 def test_docstrings() -> None:

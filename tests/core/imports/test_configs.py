@@ -94,6 +94,12 @@ PLANS: dict[str, tuple[int | None, str, dict[str, Any]]] = {
         {"model.sliding_window": 128, "model.window_layers": (1, 0), "model.rope_layers": (1, 1, 1, 0)}
         | {"model.rope_dim": 32, "model.attention_sinks": True, "model.attention_scale": 0.25},
     ),
+    "bridge_gpt_oss.yaml": (
+        8,
+        "",
+        {"model.bias": True, "model.router_bias": True, "model.rope_scaling": "yarn", "model.rope_truncate": False}
+        | {"model.activation": "quick_geglu", "model.gate_limit": 7.0, "model.rope_factor": 32.0},
+    ),
     "deepspeed_zero3.json": (
         8,
         "",

@@ -393,6 +393,30 @@ def test_a_plan_is_no_script(path):
 ALWAYS_LOST = {"model.name", "cluster.preset"}
 
 
+@pytest.mark.parametrize(
+    ("words", "version", "router"),
+    [
+        ("", None, True),
+        ("--disable-bias-linear", None, False),
+        ("", "0.14", False),
+        ("", "0.15", True),
+    ],
+)
+def test_routers_have_a_bias_where_products_have_one_since_core_0_15(words, version, router):
+    text = BASE + f"--num-experts 4 --moe-router-topk 2 {words}"
+    found = import_file(Request(text, "x.sh", num_devices=8), f"megatron:{version}" if version else None)
+    plan = any_plan(found.values, "x.sh")
+    assert plan.model.router_bias is router and plan.model.bias is (words == "")
+
+
+def test_latent_attention_has_no_bias_of_queries():
+    latent = "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 "
+    found = imported(BASE + latent + "--disable-bias-linear --add-qkv-bias", num_devices=8)
+    assert not any_plan(found.values, "x.sh").model.qkv_bias
+    (said,) = [each for each in found.settings if each.flag == "--add-qkv-bias"]
+    assert (said.status, said.why) == ("no-effect", "projections of latent attention have no bias")
+
+
 def test_layers_that_are_otherwise_are_counted_as_megatron_counts_them():
     words = "--position-embedding-type rope --rotary-percent 0.25 --window-size 127,0 --softmax-type learnable "
     fields = {}
@@ -480,7 +504,7 @@ def plans(draw) -> Plan:
         if model["num_shared_experts"]:
             model |= {"shared_expert_gate": draw(st.booleans())}
             model |= draw(st.sampled_from([{}, {"shared_expert_ffn_hidden_size": 384}]))
-        model |= {"router_scores": draw(st.sampled_from(["softmax", "sigmoid"]))}
+        model |= {"router_scores": draw(st.sampled_from(["softmax", "sigmoid"])), "router_bias": model["bias"]}
         layout |= {"ep": draw(st.sampled_from([1, 2])), "etp": draw(st.sampled_from([1, tp]))}
     recompute = draw(
         st.sampled_from(

@@ -25,6 +25,14 @@ SIZES = {
 }
 LLAMA = ModelSpec("llama", 6, 48, 60, 6, 3, 8, 101, 64)
 EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+LATENT_FIELDS = {
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "head_dim": 8,
+    "num_kv_heads": 6,
+}
 QWEN_MOE = {
     **SIZES,
     "num_experts": 4,
@@ -72,6 +80,12 @@ def test_every_nth_layer_has_experts_and_those_of_multi_token_prediction_are_as_
         ({"norm_bias": False}, 'norm_bias=False is of a LayerNorm, but norm="rmsnorm"'),
         ({"activation": "gelu", "gate_limit": 7.0}, 'gate_limit=7.0 describe a gate, but activation="gelu" has none'),
         ({"expert_layer_step": 2}, "expert_layer_step=2 describe experts, but num_experts=0"),
+        ({"whole_qk_norm": True, "qk_norm": True}, "whole_qk_norm norms all heads together, qk_norm each by itself"),
+        (
+            {**LATENT_FIELDS, "qkv_bias": True},
+            r"qkv_bias is not for latent attention \(kv_lora_rank=8\)",
+        ),
+        ({"whole_qk_norm": True, "norm": "layernorm"}, 'whole_qk_norm is an RMSNorm, but norm="layernorm"'),
         ({"router_bias": True}, "router_bias=True describe experts, but num_experts=0"),
         ({**EXPERTS, "shared_expert_gate": True}, "describe shared experts, but num_shared_experts=0"),
     ],
@@ -106,6 +120,56 @@ def test_which_layers_of_qwen_have_experts_is_read_from_both_its_keys(more, firs
     model = read("qwen2_moe", **QWEN_MOE, **more)
     assert (model.first_dense_layers, model.expert_layer_step) == (first, step)
     assert (model.qkv_bias, model.shared_expert_gate, model.shared_expert_ffn_hidden_size) == (True, True, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "count"),
+    [
+        (
+            "olmo2",
+            {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+            | {"num_key_value_heads": 32, "vocab_size": 100352},
+            7_298_617_344,  # allenai/OLMo-2-1124-7B
+        ),
+        (
+            "olmoe",
+            {"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16}
+            | {"num_key_value_heads": 16, "vocab_size": 50304, "num_experts": 64, "num_experts_per_tok": 8},
+            6_919_161_856,  # allenai/OLMoE-1B-7B-0924
+        ),
+        (
+            "gemma",
+            {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "num_attention_heads": 8}
+            | {"num_key_value_heads": 1, "head_dim": 256, "vocab_size": 256000, "hidden_act": "gelu"},
+            2_506_172_416,  # google/gemma-2b
+        ),
+        (
+            "gpt_oss",
+            {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64}
+            | {"num_key_value_heads": 8, "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4},
+            20_914_757_184,  # openai/gpt-oss-20b
+        ),
+    ],
+)
+def test_the_configs_of_published_models_have_their_counts(family, config, count):
+    assert count_parameters(read(family, **config)) == count
+
+
+def test_gpt_oss_without_rotary_parameters_has_those_of_its_class():
+    keys = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = read("gpt_oss", **keys)
+    scaling = {"factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096, "rope_type": "yarn"}
+    assert model == read("gpt_oss", **keys, rope_scaling=scaling, rope_theta=150000)
+    assert (model.rope_scaling, model.rope_truncate, model.norm_eps) == ("yarn", False, 1e-5)
+
+
+def test_olmo3_scales_positions_of_layers_without_a_window_alone():
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    old = read("olmo3", rope_theta=500000, rope_scaling=scaling, sliding_window=9)
+    both = {"full_attention": {**scaling, "rope_theta": 5e5}, "sliding_attention": {"rope_theta": 5e5}}
+    assert old == read("olmo3", rope_parameters=both, sliding_window=9)
+    assert (old.window_layers, old.rope_local_theta, old.rope_theta) == ((1, 1, 1, 0), 5e5, 5e5)
+    assert read("olmo3", rope_theta=500000, sliding_window=9).rope_local_theta is None
 
 
 def test_the_config_of_qwen15_moe_has_the_published_count():
@@ -147,7 +211,7 @@ def test_biases_of_attention_alone_and_of_the_mlp_alone_are_read():
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not understood"),
         ("granite", {"attention_multiplier": 8**-0.5, "logits_scaling": 0}, "logits_scaling=0 must be above 0"),
         ("glm4", {"partial_rotary_factor": 2}, "partial_rotary_factor=2.0 must be above 0 and at most 1"),
-        ("olmo2", {}, "'olmo2' norms queries and keys over all heads together"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act='silu' is not understood; read is 'gelu_pytorch_tanh'"),
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}, "clip_qkv=8.0 is not understood"),
         ("llama4_text", {}, "attn_temperature_tuning=true"),
         ("llama4", {"text_config": {**SIZES, "attention_chunk_size": 32}}, "attention_chunk_size=32"),

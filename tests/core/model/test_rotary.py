@@ -58,6 +58,7 @@ SCALINGS = {
     "yarn": YARN,
     "yarn-mscale": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0},
     "yarn-attention-factor": {**YARN, "attention_factor": 1.5},
+    "yarn-between-pairs": {**YARN, "truncate": False},
 }
 
 
@@ -109,7 +110,6 @@ def test_files_before_transformers_5_are_read_too():
     ("rope", "sentence"),
     [
         ({"rope_type": "longrope", "factor": 2.0}, "rope_type='longrope' is not understood; read are default, linear"),
-        ({**YARN, "truncate": False}, "truncate=false of yarn is not understood"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not understood"),
     ],
 )

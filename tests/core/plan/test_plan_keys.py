@@ -15,7 +15,7 @@ PARSERS = ("core.plan.keys", "core.plan.rules", "core.plan.toml", "core.commands
 """Modules that handle every key in one way; reading a key there changes nothing but its own check."""
 
 HOMES = {
-    "core.model.model": "model",
+    "core.model.model_fields": "model",
     "core.machine.cluster": "cluster",
     "core.layout.layout": "layout",
     "core.plan.optimizer": "optimizer",

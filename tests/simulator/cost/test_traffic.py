@@ -47,6 +47,14 @@ def test_a_gpt_layer_moves_ten_hidden_states_and_two_mlp_states_forward():
     assert found["attention"].forward_bytes == 0  # positions are learned, and a fused core is priced with its products
 
 
+@pytest.mark.parametrize("field", ["qkv_bias", "attention_output_bias"])
+def test_a_bias_of_attention_is_read_once_for_its_gradient(field):
+    plain, biased = (traffic_of(plan(replace(LLAMA, **{field: on})), MEGATRON, 0)["attention"] for on in (False, True))
+    width = 2048 * 2 * {"qkv_bias": 4096 + 2 * 1024, "attention_output_bias": 4096}[field]
+    assert biased.backward_bytes - plain.backward_bytes == width
+    assert (biased.backward_kernels - plain.backward_kernels, biased.forward_bytes) == (1, plain.forward_bytes)
+
+
 def test_dropout_adds_one_byte_a_mask_element_and_its_backward():
     sbh = 2048 * 12288
     plain, dropped = (traffic_of(plan(GPT), profile, 0)["residual"] for profile in (MEGATRON, OLD))

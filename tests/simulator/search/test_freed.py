@@ -21,8 +21,9 @@ from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.search.fit import fit
 from shardproof.simulator.search.freed import KEYS, OVERLAPS, free_values, spaces_of
 from shardproof.simulator.search.min_max import Work, min_max_cut, min_max_stages, work_of
-from shardproof.simulator.search.question import Question
+from shardproof.simulator.search.question import SLOWEST_OF_FRONT, Question
 from shardproof.simulator.search.search import search
+from shardproof.simulator.search.simplicity import complexity
 from shardproof.simulator.search.space import Tally, cuts, families, variants
 from shardproof.simulator.simulation.simulate import simulate
 
@@ -92,6 +93,48 @@ def test_a_freed_key_is_searched_as_by_simulating_every_value_in_every_plan(key,
     assert ranked_s == sorted(steps_s)[: len(ranked_s)]
     assert found["free"] == {key: list(values)}
     assert {each["free"][key] for each in found["candidates"]} <= set(values)
+
+
+@pytest.fixture(scope="module")
+def dtypes_and_gathers() -> tuple[SearchSpace, list[tuple[float, int, int]]]:
+    """A space with two free keys, and of all its plans that fit the step, the worst rank's bytes, and the things to set
+    up."""
+    given = space(**{"recompute.mode": "none", "layout.sequence_parallel": False, "layout.pp": 1})
+    keys = ("precision.dtype", "data_parallel.overlap_param_gather")
+    tried = freed(given, *keys)
+    assert all(len(tried.free[key]) > 1 for key in keys)
+    points = []
+    for plan, *values in itertools.product(plans_of(given), *(tried.free[key] for key in keys)):
+        for key, value in zip(keys, values, strict=True):
+            plan = plan and with_key(plan, key, value)
+        if plan is not None and (found := fit(plan)).fits:
+            peak = max(row["peak_memory_bytes"] for row in found.report["per_rank"])
+            points.append((simulate(plan).report["step_time_s"], peak, complexity(plan)[0]))
+    return tried, points
+
+
+def test_the_front_with_freed_keys_is_that_of_simulating_everything(dtypes_and_gathers):
+    tried, points = dtypes_and_gathers
+    near = {point for point in points if point[0] <= min(points)[0] * SLOWEST_OF_FRONT}
+    front = {
+        point
+        for point in near
+        if not any(all(a <= b for a, b in zip(other, point, strict=True)) for other in near if other != point)
+    }
+    result = search(tried, Question(pareto=True))
+    rows = zip(result.report["candidates"], result.plans, strict=True)
+    assert {(row["step_time_s"], row["peak_memory_bytes"], complexity(plan)[0]) for row, plan in rows} == front
+    assert len(front) >= 3 and len({plan.precision.dtype for plan in result.plans}) == 2
+
+
+def test_the_least_memory_with_freed_keys_is_that_of_simulating_everything(dtypes_and_gathers):
+    tried, points = dtypes_and_gathers
+    found = search(tried, Question("memory", top=8))
+    rows = [(row["peak_memory_bytes"], row["step_time_s"]) for row in found.report["candidates"]]
+    assert rows[0] == min((peak, step_s) for step_s, peak, _ in points)
+    distinct = sorted({(peak, step_s) for step_s, peak, _ in points})
+    assert sorted(set(rows)) == distinct[: len(set(rows))]
+    assert {plan.precision.dtype for plan in found.plans} <= {*tried.free["precision.dtype"]}
 
 
 def test_no_plan_is_looked_at_twice_and_every_value_that_means_something_once():

@@ -17,6 +17,8 @@ from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.symbolic import symbolic
 
+OLMO = {"whole_qk_norm": True, "pre_norms": False, "post_norms": True}
+
 
 def llama(layout: Layout, groups: int, heads: int, **choices: Any) -> Plan:
     """Two layers; `heads` query heads in `groups` key/value groups."""
@@ -41,9 +43,14 @@ def llama(layout: Layout, groups: int, heads: int, **choices: Any) -> Plan:
     [
         pytest.param(llama(Layout(tp=3), 4, 8), [(0, 2), (2, 3), (3, 4)], id="tp3-of-4-groups"),
         pytest.param(
-            llama(Layout(tp=3, sequence_parallel=True, pp=2), 8, 8), [(0, 3), (3, 6), (6, 8)], id="sp-tp3-pp2-of-8"
+            llama(Layout(tp=3, pp=2, sequence_parallel=True), 5, 10, **OLMO),
+            [(0, 2), (2, 4), (4, 5)],
+            id="sp-tp3-pp2-of-5-groups-normed-as-a-whole",
         ),
         pytest.param(llama(Layout(tp=4, cp=2), 6, 12), [(0, 2), (2, 4), (4, 5), (5, 6)], id="tp4-cp2-of-6-groups"),
+        pytest.param(
+            llama(Layout(tp=3, sequence_parallel=True, pp=2), 8, 8), [(0, 3), (3, 6), (6, 8)], id="sp-tp3-pp2-of-8"
+        ),
         pytest.param(
             llama(Layout(tp=3, sequence_parallel=True), 8, 8, head_block=3, qk_norm=True),
             [(0, 3), (3, 6), (6, 8)],
@@ -51,6 +58,14 @@ def llama(layout: Layout, groups: int, heads: int, **choices: Any) -> Plan:
         ),
         pytest.param(
             llama(Layout(tp=2, cp=2), 6, 12, head_block=2, qk_norm=True), [(0, 4), (4, 6)], id="tp2-cp2-of-3-leaves"
+        ),
+        pytest.param(
+            llama(Layout(tp=2, cp=2), 6, 12, head_block=2, dtype="bf16", **OLMO),
+            [(0, 4), (4, 6)],
+            id="tp2-cp2-of-3-leaves-normed-as-a-whole",
+        ),
+        pytest.param(
+            llama(Layout(cp=3, dp=2), 2, 4, **{**OLMO, "sequence": 36}), [(0, 2)], id="cp3-dp2-normed-as-a-whole"
         ),
     ],
     on_push=3,

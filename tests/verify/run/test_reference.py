@@ -235,7 +235,8 @@ def test_losses_of_later_tokens_that_count_with_another_weight_are_named() -> No
 ROUTED = {"router_aux_loss": 0.01, "router_z_loss": 0.001}
 ROUTERS = {
     "softmax": {},
-    "sigmoid": {"router_scores": "sigmoid", "normalized_router_weights": True, "router_scaling": 2.5},
+    "sigmoid": {"router_scores": "sigmoid", "normalized_router_weights": True, "router_scaling": 2.5}
+    | {"pre_norms": False, "post_norms": True, "num_mtp_layers": 1},
     "groups": {"num_experts": 8, "num_router_groups": 4, "router_groups_per_token": 2, "router_scores": "sigmoid"},
     "multi-token prediction": {"num_mtp_layers": 1},
 }

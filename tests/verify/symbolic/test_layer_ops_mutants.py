@@ -57,7 +57,8 @@ class Mutant:
     def plan(self, name: str) -> Plan:
         """The plan in which it is looked for. The model's name is its own: sizes are kept by model."""
         options = dict(self.options)
-        model = replace(model_preset(self.model), name=name, num_layers=2, qk_norm=options.pop("qk_norm", False))
+        norms = {key: options.pop(key, False) for key in ("qk_norm", "whole_qk_norm")}
+        model = replace(model_preset(self.model), name=name, num_layers=2, **norms)
         return plan(model=model, **{"samples": 4, **options})
 
 
@@ -142,6 +143,9 @@ CUT = {
     "queries-up-whole": Mutant("records", **LATENT, role=Role.QUERIES_UP, change=whole("makes")),
     "keys-down-cut": Mutant("symbols", **LATENT, role=Role.KEYS_DOWN, change=wider("makes", 0, axis="heads")),
     "experts-up-along-ffn": Mutant("records", **LATENT, role=Role.EXPERTS_UP, change=along("makes", "ffn")),
+    "keys-norm-whole": Mutant(
+        "records", role=Role.ALL_KEYS_NORM, change=whole("makes"), options=(*SPLIT, ("whole_qk_norm", True))
+    ),
     "shared-down-whole": Mutant("records", **LATENT, role=Role.SHARED_DOWN, change=whole("takes")),
 }
 SHAPES = {
@@ -168,6 +172,9 @@ SENT = {
     "no-gather": Mutant("symbols", patch=(Tensors, "gather", nothing), options=SPLIT),
     "no-reduce": Mutant("symbols", patch=(Tensors, "reduce", nothing)),
     "no-softmax": Mutant("symbols", patch=(Tensors, "softmax", nothing)),
+    "no-sums-of-whole-norms": Mutant(
+        "symbols", patch=(Tensors, "row_sums", nothing), options=(*SPLIT, ("whole_qk_norm", True))
+    ),
     "no-keys-of-others": Mutant("symbols", patch=(Tensors, "gather_sequence", nothing), options=CONTEXT),
     "copies-stay": Mutant("symbols", **LATENT, patch=(_Sent, "to_experts", nothing), options=SPREAD),
     "results-stay": Mutant("symbols", **LATENT, patch=(_Sent, "from_experts", nothing), options=SPREAD),
