@@ -239,6 +239,8 @@ def _common_order(choice: ScheduleChoice, pp: int, vpp: int, num_microbatches: i
 def _unsupported_counts(plan: Plan) -> list[str]:
     """Data-parallel ranks with one microbatch less than others must reduce gradients, and gather
     weights, in the same order."""
+    if len(plan.microbatch_counts) == 1:
+        return []
     orders = {_common_order(plan.schedule, plan.layout.pp, plan.layout.vpp, count) for count in plan.microbatch_counts}
     if len(orders) == 1:
         return []
