@@ -78,7 +78,8 @@ def _unsupported_batches(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         return
     key = "batch.schedule" if plan.batch.rampup is None else "batch.rampup"
     yield isinstance(plan, ModulePlan), f"{key} with [[modules]]", f"one batch.global, without {key}"
-    yield bool(plan.runtime.cuda_graphs), f"runtime.cuda_graphs=true with {key}", "false"
+    by_layer = bool(plan.runtime.cuda_graphs) and plan.runtime.cuda_graph_scope == "layer"
+    yield by_layer, f'runtime.cuda_graph_scope="layer" with {key}', "step"
     sharded = {sums_are_sharded(plan.of_size(size)) for size in sizes_of(plan.batch)}
     yield (
         len(sharded) > 1,
@@ -243,6 +244,8 @@ def _common_order(choice: ScheduleChoice, pp: int, vpp: int, num_microbatches: i
 def _unsupported_counts(plan: Plan) -> list[str]:
     """Data-parallel ranks with one microbatch less than others must reduce gradients, and gather
     weights, in the same order."""
+    if len(plan.microbatch_counts) == 1:
+        return []
     orders = {_common_order(plan.schedule, plan.layout.pp, plan.layout.vpp, count) for count in plan.microbatch_counts}
     if len(orders) == 1:
         return []

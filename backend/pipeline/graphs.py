@@ -89,6 +89,11 @@ class StepGraphs:
             show()
         return captured.given  # type: ignore[return-value]  # what the walk of this name gives
 
+    def forget(self, name: str) -> None:
+        """The next walk of this name is another one, and is captured anew."""
+        if name in self._captured:
+            self._captured.pop(name).graph.reset()
+
     def close(self) -> None:
         """Lets go of all graphs; for the transport, before its communicators end."""
         while self._captured:

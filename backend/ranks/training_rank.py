@@ -187,6 +187,7 @@ class TrainingRank:
             graphs=self.graphs,
         )
         self.executor = self._new_executor(schedule if joined is None else joined.schedule)
+        self._graphed_size = plan.batch.global_size
         # By global batch, of those that steps had.
         self._executors = {plan.batch.global_size: self.executor}
         if self.layer_graphs is not None:
@@ -295,6 +296,9 @@ class TrainingRank:
         is made anew, and nothing else."""
         run = self._run
         plan = run.of_size(run.batch.global_size) if step is None else run.of_step(step)
+        if step is not None and self.graphs is not None and plan.batch.global_size != self._graphed_size:
+            self.graphs.forget("training")  # equally many microbatches here may be other samples of the batch
+            self._graphed_size = plan.batch.global_size
         if plan.batch.global_size == self.plan.batch.global_size:
             return
         self.plan = plan

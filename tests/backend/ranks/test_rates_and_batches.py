@@ -236,7 +236,10 @@ def test_a_checkpoint_of_a_version_without_ramps_is_no_beginning_of_one(tmp_path
 @pytest.mark.parametrize(
     "plan, what",
     [
-        (tiny(runtime=Runtime(cuda_graphs=True)), "cuda_graphs=true with batch.rampup"),
+        (
+            tiny(runtime=Runtime(cuda_graphs=True, cuda_graph_scope="layer")),
+            'cuda_graph_scope="layer" with batch.rampup',
+        ),
         (
             tiny(Layout(dp=2, zero=2), numerics=Numerics("fast"), batch={"schedule": "0:5 5:8"}),
             "layout.zero=2 in fast numerics with batch.schedule, of which some batches",

@@ -160,6 +160,19 @@ def test_captures_and_replays_of_pretended_cuda_are_those_of_a_device(tmp_path: 
     assert done.stdout == "right\n", done.stderr
 
 
+RATES = """\
+steps = 4
+learning_rate = 1e-2
+[optimizer]
+schedule = "linear"
+warmup_steps = 1
+initial_learning_rate = 1e-3
+weight_decay_schedule = "linear"
+end_weight_decay = 0.5
+"""
+"""Every step has a rate and a weight decay of its own, which no graph may keep."""
+
+
 def trimmed(tmp_path: Path) -> str:
     """A plan whose microbatches have other shapes in every step."""
     texts = tmp_path / "texts"
@@ -175,11 +188,19 @@ def trimmed(tmp_path: Path) -> str:
 
 
 def test_replayed_steps_have_the_bits_of_others_and_new_shapes_are_captured_anew(tmp_path: Path) -> None:
-    drops = PLAN.format(model="hidden_dropout = 0.1", dtype="fp16", runtime="", train="")
+    drops = PLAN.format(model="hidden_dropout = 0.1", dtype="fp16", runtime="", train=RATES)
     # two microbatches, one after the other, in one slot: a forward, a backward, a forward of held-out data
     layers = drops.replace("[train]", 'cuda_graph_scope = "layer"\n[train]')
     done = run(tmp_path, ONE_RANK, f"{drops}====={trimmed(tmp_path)}====={layers}")
     assert done.stdout.splitlines() == ["() 1 1", "() 3 1", "() 1 1 1"], done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_a_step_of_another_batch_is_captured_anew_and_held_out_data_once(tmp_path: Path) -> None:
+    grows = PLAN.format(model="", dtype="fp32", runtime="", train=RATES)
+    # of 2, 2, 3 and 3 sequences, of which the first is not captured
+    done = run(tmp_path, ONE_RANK, grows.replace("global = 2", "global = 3\nrampup = [2, 1, 4]"))
+    assert done.stdout.splitlines() == ["() 2 1"], done.stdout + done.stderr
 
 
 SUMS = """
