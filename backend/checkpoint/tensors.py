@@ -394,10 +394,15 @@ def _check(path: Place, contents: Contents, pieces: Sequence[Piece], world: Grou
         ],
         "has tensors that the plan's model does not use:": sorted(theirs.keys() - ours.keys()),
     }
-    if problems := [
-        f"{path} {kind} {named(items)}. Use the model that it was saved with." for kind, items in kinds.items() if items
-    ]:
+    if problems := [f"{path} {kind} {named(items)}. {_remedy(items)}" for kind, items in kinds.items() if items]:
         raise PlanError(problems)
+
+
+def _remedy(items: Sequence[str]) -> str:
+    """What helps where these tensors differ."""
+    if all(item.startswith("optimizer.") for item in items):
+        return "Use the [optimizer] that it was saved with: what has a state follows from momentum and frozen groups."
+    return "Use the model that it was saved with."
 
 
 def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:

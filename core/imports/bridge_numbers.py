@@ -34,9 +34,7 @@ def put_numbers(sheet: Sheet) -> None:
     _put_recompute(sheet)
     name = sheet.value("optimizer.optimizer")
     if name not in ("adam", "adamw"):
-        sheet.refuse(
-            "optimizer.optimizer", "a plan's optimizer is AdamW (optimizer.name); state and time of others differ."
-        )
+        sheet.refuse("optimizer.optimizer", "only AdamW is read from this file; state and time of others differ.")
     betas = [float(sheet.value(f"optimizer.adam_beta{number}")) for number in (1, 2)]
     sheet.put("optimizer.betas", betas, "optimizer.adam_beta1", "optimizer.adam_beta2")
     if sheet.value("optimizer.lr") is not None:

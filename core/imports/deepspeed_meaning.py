@@ -287,7 +287,7 @@ def _put_optimizer(sheet: Sheet) -> None:
     if name is None:
         return
     if name.lower().replace("_", "") not in _SHARED:
-        sheet.refuse("optimizer.type", "a plan's optimizer is AdamW (optimizer.name); state and time of others differ.")
+        sheet.refuse("optimizer.type", "only AdamW is read from this file; state and time of others differ.")
         return
     if name.lower() == "adam":
         sheet.say("optimizer.type", "mapped", "DeepSpeed's Adam decouples weight decay unless adam_w_mode is false")

@@ -11,6 +11,7 @@ from .megatron_command import LAUNCHER, training_command
 from .megatron_layout import read_layout
 from .megatron_model import read_model
 from .megatron_occurrences import TrainingCommand
+from .megatron_optimizer import read_optimizer
 from .megatron_rates import read_batches, read_length, read_rates
 from .megatron_reading import Reading, detected_version
 from .megatron_runtime import read_runtime
@@ -48,6 +49,7 @@ def imported_from(request: Request) -> Imported:
     read_layout(reading, model, devices)
     _batch(reading, devices)
     read_runtime(reading, release=request.version)
+    read_optimizer(reading)
     read_rates(reading, _value(reading, "batch", "global"))
     _cluster(reading, devices)
     settings = (*_launcher(command, request), *reading.finish())
@@ -122,16 +124,6 @@ def _batch(reading: Reading, devices: int | None) -> None:
     if not reading.is_written("--seq-length"):
         reading.refuse("--seq-length", "", 0, "it is not given, and Megatron needs it", "batch.sequence")
     read_length(reading, size)
-    beta1, beta2 = reading.number("--adam-beta1"), reading.number("--adam-beta2")
-    betas = (0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2)
-    reading.put("optimizer.betas", list(betas), "--adam-beta1", "--adam-beta2")
-    if (name := reading.text("--optimizer")) is not None:
-        if name in ("adam", "adamw", "cpu_adam", "fused_adam"):
-            reading.put("optimizer.name", "adamw", "--optimizer")
-        else:
-            reading.say(
-                "--optimizer", "refused", "the optimizer of a plan is AdamW (Megatron's adam)", "optimizer.name"
-            )
 
 
 def _value(reading: Reading, section: str, key: str) -> int | None:

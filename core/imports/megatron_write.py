@@ -19,6 +19,7 @@ from .exported import Exported
 from .megatron_attention import attention_lines
 from .megatron_flags import UNDER, Direct
 from .megatron_meaning import imported_from
+from .megatron_optimizer import optimizer_lines
 from .megatron_rates import rate_lines
 
 FILE = "pretrain.sh"
@@ -237,8 +238,7 @@ def _context(plan: Plan) -> Iterator[Line]:
 def _batch(plan: Plan) -> Iterator[Line]:
     yield "--global-batch-size", plan.batch.global_size
     yield from rate_lines(plan)
-    yield "--adam-beta1", plan.optimizer.betas[0]
-    yield "--adam-beta2", plan.optimizer.betas[1]
+    yield from optimizer_lines(plan)
     rows, tp = plan.model.vocab_size, plan.layout.tp
     yield "--tokenizer-type", "NullTokenizer"
     yield "--vocab-size", rows

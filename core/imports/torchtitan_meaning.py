@@ -14,7 +14,7 @@ from .table import Sheet
 from .torchtitan_apart import SPELLINGS
 from .torchtitan_degrees import put_degrees, put_experts
 from .torchtitan_models import MODELS, NOT_EXPRESSED, family_of, flavor_named, split_flavor
-from .torchtitan_numbers import put_numbers
+from .torchtitan_numbers import leave_unused, put_numbers
 from .torchtitan_pipeline import put_batch, put_stages
 from .torchtitan_python import python_settings
 from .torchtitan_table import TABLE
@@ -44,6 +44,7 @@ def account(request: Request) -> Imported:
         put_batch(sheet, degrees.dp, degrees.pp, num_stages=max(1, len(stages)))
         put_numbers(sheet, degrees, stages, has_experts=has_experts)
     sheet.put_same()
+    leave_unused(sheet)
     return sheet.imported("torchtitan", _version(sheet, request.source))
 
 

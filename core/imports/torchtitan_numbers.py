@@ -188,6 +188,18 @@ def _put_compile(sheet: Sheet, degrees: Degrees, *, has_experts: bool) -> None:
         sheet.put("runtime.cuda_graphs", captured, graphs)
 
 
+def leave_unused(sheet: Sheet) -> None:
+    """Takes back what only Adam has, where the optimizer is none."""
+    if OPTIMIZERS.get(sheet.value("optimizer.name")) == "sgd":
+        for flag in ("optimizer.beta1", "optimizer.beta2", "optimizer.eps"):
+            sheet.say(flag, "no-effect", "it counts for Adam")
+        sheet.values["optimizer"].pop("eps", None)
+
+
+OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw", "SGD": "sgd", "Muon": "muon"}
+"""`optimizer.name`, a class of `torch.optim` -> that of a plan."""
+
+
 def _put_optimizer(sheet: Sheet) -> None:
     name = sheet.value("optimizer.name")
     if name == "Adam":
@@ -196,11 +208,17 @@ def _put_optimizer(sheet: Sheet) -> None:
             "not-modelled",
             "weight decay is coupled in Adam: bits differ, time and memory are AdamW's",
         )
-    elif name != "AdamW":
-        sheet.refuse("optimizer.name", "a plan's optimizer is AdamW (optimizer.name); state and time of others differ.")
-    sheet.put("optimizer.name", "adamw", "optimizer.name")
-    betas = [float(sheet.value(f"optimizer.beta{number}")) for number in (1, 2)]
-    sheet.put("optimizer.betas", betas, "optimizer.beta1", "optimizer.beta2")
+    elif name not in OPTIMIZERS:
+        sheet.refuse("optimizer.name", f"a plan has {', '.join(OPTIMIZERS)}; state and time of others differ.")
+    own = OPTIMIZERS.get(name, "adamw")
+    sheet.put("optimizer.name", own, "optimizer.name")
+    if own == "sgd":
+        sheet.put("optimizer.momentum", 0.0, "optimizer.name")  # torch's default: torchtitan names no other
+    else:
+        betas = [float(sheet.value(f"optimizer.beta{number}")) for number in (1, 2)]
+        sheet.put("optimizer.betas", betas, "optimizer.beta1", "optimizer.beta2")
+    if own == "muon":
+        sheet.put("optimizer.muon_scale", "original", "optimizer.name")  # torch's default, `adjust_lr_fn`
     for flag in ("optimizer.implementation", "optimizer.fused"):
         if sheet.value(flag) in ("fused", True):
             sheet.say(flag, "no-effect", "the fused kernel is modelled")

@@ -17,7 +17,7 @@ from .differences import lost_keys
 from .exported import Exported
 from .torchtitan_meaning import account
 from .torchtitan_models import MODELS
-from .torchtitan_numbers import F8, MX, stages_of
+from .torchtitan_numbers import F8, MX, OPTIMIZERS, stages_of
 from .torchtitan_pipeline import MULTI, SINGLE, VEES
 from .torchtitan_rates import rate_settings
 from .torchtitan_table import TABLE
@@ -88,6 +88,8 @@ def _settings(plan: Plan) -> Iterator[tuple[str, Any]]:
             section, _, name = row.key.partition(".")
             yield row.flag, getattr(sections[section], name)
     yield from rate_settings(plan)
+    if plan.optimizer.name != "adamw":
+        yield "optimizer.name", next(name for name, own in OPTIMIZERS.items() if own == plan.optimizer.name)
     yield "optimizer.beta1", plan.optimizer.betas[0]
     yield "optimizer.beta2", plan.optimizer.betas[1]
     if plan.checkpoint.folder is not None:

@@ -26,8 +26,8 @@ OURS = "shardproof"
 def update_bytes(plan: Plan, stages: tuple[int, ...], of_adamw: float) -> float:
     """Memory traffic for each element that is updated, where AdamW has `of_adamw` bytes."""
     elements = sum(sum(held_elements(plan, stage)) for stage in stages)
-    kept = sum(sum(moment_numbers(plan, stage)) for stage in stages)
-    return of_adamw - MOMENT_TRAFFIC * (MOMENTS - kept / elements) if elements else of_adamw
+    moments = sum(sum(moment_numbers(plan, stage)) for stage in stages)
+    return of_adamw - MOMENT_TRAFFIC * (MOMENTS - moments / elements) if elements else of_adamw
 
 
 def muon(plan: Plan, stages: tuple[int, ...], collective_s: Callable[[Collective], float]) -> Seconds:

@@ -97,7 +97,10 @@ def _master_bytes(plan: Plan, profile: MemoryProfile) -> int:
 def _updated_bytes(plan: Plan, elements: StageElements, width: int, moment_width: int = 0) -> int:
     """So many bytes of every element that a rank updates, and of every number of its moments."""
     num_bytes = Held(
-        *(width * held + moment_width * kept for held, kept in zip(elements.padded, elements.moments, strict=True))
+        *(
+            width * held + moment_width * moments
+            for held, moments in zip(elements.padded, elements.moments, strict=True)
+        )
     )
     return _cut(num_bytes, elements.shards, 1, cut=plan.layout.zero >= 1)
 

@@ -58,7 +58,7 @@ def _origins(cluster: ClusterSpec, profile: Profile) -> dict[str, Origin]:
         "bubble": _origin("exact", "longest path of the schedule, given the modelled durations"),
         "memory.weights": _origin("exact", "shapes and number formats"),
         "memory.gradients": _origin("exact", "fp32 accumulation"),
-        "memory.optimizer": _origin("exact", "fp32 moments, fp32 master weights next to 16-bit weights"),
+        "memory.optimizer": _origin("exact", "fp32 moments of the optimizer, fp32 weights next to 16-bit ones"),
         "memory.activations": _origin(
             "modelled", ("Korthikanti et al. 2022, table 2, with fused attention and without dropout")
         ),

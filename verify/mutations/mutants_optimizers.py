@@ -60,14 +60,14 @@ def leaves_other_parts(patches: Patches) -> None:
     """What an owner has made goes to the ranks that it has parts of, and the other copies keep what they had."""
 
     def sent_back(original: Function) -> Function:
-        def kept(self: WholeMatrices, tensors: list[Tensor], *given: object) -> None:
+        def for_others(self: WholeMatrices, tensors: list[Tensor], *given: object) -> None:
             before = [each.clone() for each in tensors]
             original(self, tensors, *given)
             if self.group.rank == self.group.size - 1:
                 for tensor, own in zip(tensors, before, strict=True):
                     tensor.copy_(own)
 
-        return kept
+        return for_others
 
     patches.replace(WholeMatrices, "_sent_back", sent_back)
 

@@ -75,8 +75,8 @@ def weight(
 def orthogonal(matrix: np.ndarray, steps: int) -> np.ndarray:
     """X = 3.4445 X - 4.7750 XX'X + 2.0315 (XX')^2 X, so often, from G / max(|G|, 1e-7).
 
-    >>> [round(each, 2) for each in np.linalg.svd(orthogonal(np.diag([3.0, 1.0, 0.1]), 5))[1]]
-    [1.08, 0.82, 0.73]
+    >>> [round(float(each), 2) for each in np.linalg.svd(orthogonal(np.diag([3.0, 1.0, 0.1]), 5))[1]]
+    [1.13, 1.13, 0.75]
     """
     x = matrix / max(float(np.linalg.norm(matrix)), 1e-7)
     for _ in range(steps):

@@ -38,6 +38,7 @@ from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import expert_biases, parameters
 from shardproof.core.plan.optimizer import Optimizer
+from shardproof.core.plan.parameter_groups import ParameterGroup
 from shardproof.core.plan.plan import Plan, recorded_numerics
 from shardproof.core.plan.sections import (
     Batch,
@@ -249,6 +250,17 @@ def without_format(path: Path) -> None:
     (path / "state.json").write_text(json.dumps(state))
 
 
+def test_a_run_with_other_frozen_groups_is_refused_by_the_states_that_it_would_lack(tmp_path):
+    plan = tiny(tmp_path, layout=Layout(dp=2, zero=1))
+    train(replace(plan, train=replace(plan.train, steps=SAVED)))
+    frozen = replace(plan.optimizer, groups=(ParameterGroup("head.norm.weight", frozen=True),))
+    with pytest.raises(RankFailure) as refused:
+        train(replace(plan, optimizer=frozen), resume=path_of(tmp_path, SAVED))
+    assert isinstance(refused.value.__cause__, PlanError)
+    assert "optimizer.head.norm.weight.exp_avg" in str(refused.value.__cause__)
+    assert "Use the [optimizer] that it was saved with" in str(refused.value.__cause__)
+
+
 def test_a_run_resumed_without_the_moments_would_be_seen(undisturbed, tmp_path):
     plan = tiny(tmp_path)
     train(replace(plan, train=replace(plan.train, steps=SAVED)))
@@ -390,6 +402,7 @@ def saved_by(plan: Plan, steps: int = SAVED, *, version: int = 2) -> Path:
         ({"batch": Batch(12, 2, 8)}, "batch.global=12, saved with 6"),
         ({"batch": Batch(6, 2, 16)}, "batch.sequence=16, saved with 8"),
         ({"train": Train(steps=STEPS, learning_rate=1e-2, seed=5)}, "train.seed=5, saved with 1234"),
+        ({"optimizer": Optimizer("sgd", clip_grad_norm=0.1)}, 'optimizer.name="sgd", saved with "adamw"'),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_with_what_differs(changed, sentence, tmp_path):

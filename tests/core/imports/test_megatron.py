@@ -23,7 +23,7 @@ from shardproof.core.imports.megatron_write import write
 from shardproof.core.layout.stages import layers_written
 from shardproof.core.plan.keys import KEYS
 from shardproof.core.plan.optimizer import Optimizer
-from shardproof.core.plan.plan import Plan, any_plan
+from shardproof.core.plan.plan import Plan, any_plan, build_plan
 from shardproof.core.plan.sections import Batch
 from shardproof.core.plan.toml import Given
 
@@ -300,7 +300,14 @@ BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 51
         ("--softmax-type off-by-one", "refused", "model.attention_sinks", "learnable"),
         ("--save $WHERE", "no-effect", None, "checkpoints"),
         ("--position-embedding-type alibi", "refused", "model.position", "learned and rotary"),
-        ("--optimizer sgd", "refused", "optimizer.name", "AdamW"),
+        ("--optimizer sgd", "mapped", "optimizer.name", ""),
+        ("--optimizer muon", "mapped", "optimizer.name", ""),
+        ("--optimizer lion", "refused", "optimizer.name", "a plan has adamw, muon, sgd"),
+        ("--sgd-momentum 0.8 --optimizer sgd", "mapped", "optimizer.momentum", ""),
+        ("--sgd-momentum 0.8", "no-effect", None, "counts for SGD"),
+        ("--adam-eps 1e-6 --optimizer sgd", "no-effect", None, "counts for Adam"),
+        ("--muon-nesterov --optimizer muon", "mapped", "optimizer.nesterov", ""),
+        ("--muon-nesterov", "no-effect", None, "counts for Muon"),
         ("--tensor-model-parallel-size two", "refused", None, "not a whole number"),
         ("--tensor-model-parallel-size", "refused", None, "no value"),
         ("--clip-grad $CLIP", "refused", None, "--variable CLIP=VALUE"),
@@ -615,3 +622,52 @@ def test_export_prints_the_json_that_is_promised(capsys, tmp_path):
     assert main(["import", str(script), "--json"]) == 0
     account = json.loads(capsys.readouterr().out)
     assert Plan.from_toml(account["plan"]).layout == Plan.from_toml(Path(example).read_text()).layout
+
+
+MUON = "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-num-ns-steps 5 --muon-coefficient-type simple "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "optimizer", "assumed"),
+    [
+        ("--optimizer sgd", {"name": "sgd", "momentum": 0.9, "weight_decay": 0.01}, []),
+        (f"{MUON}--muon-extra-scale-factor 0.2", {"momentum": 0.95, "nesterov": True, "muon_scale": "match_rms"}, []),
+        (f"{MUON}--muon-scale-mode shape_scaling", {"muon_scale": "original"}, []),
+        (
+            "--optimizer muon",
+            {"name": "muon", "momentum": 0.9, "nesterov": False, "muon_scale": "match_rms"},
+            ["scaled by spectral times 1,", "not Megatron's quintic"],
+        ),
+    ],
+)
+def test_sgd_and_muon_are_read_with_megatrons_defaults_and_what_no_plan_has_is_said(arguments, optimizer, assumed):
+    found = imported(BASE + arguments, num_devices=8)
+    plan = build_plan(found.values, "train.sh")
+    assert {name: getattr(plan.optimizer, name) for name in optimizer} == optimizer
+    said = [each for each in found.assumed if "Muon" in each]
+    assert len(said) == len(assumed) and all(words in each for words, each in zip(assumed, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Optimizer("sgd", momentum=0.8),
+        Optimizer("muon"),
+        Optimizer("muon", momentum=0.9, nesterov=False, muon_scale="original", muon_steps=6, betas=(0.8, 0.9)),
+    ],
+)
+def test_other_optimizers_are_written_and_read_back(optimizer):
+    plan = dataclasses.replace(build_plan(imported(BASE, num_devices=8).values, "train.sh"), optimizer=optimizer)
+    written = write(plan)
+    assert not [key for key, _ in written.lost if key.startswith("optimizer")]
+    again = build_plan(imported(written.files[0][1], num_devices=8).values, "train.sh").optimizer
+    assert (again.name, again.own_momentum, again.own_nesterov) == (
+        optimizer.name,
+        optimizer.own_momentum,
+        optimizer.own_nesterov,
+    )
+    assert (again.muon_scale, again.muon_steps, again.betas) == (
+        optimizer.muon_scale,
+        optimizer.muon_steps,
+        optimizer.betas,
+    )

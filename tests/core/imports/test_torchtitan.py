@@ -20,6 +20,7 @@ from shardproof.core.imports.torchtitan_table import TABLE
 from shardproof.core.imports.torchtitan_write import write
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.keys import KEYS
+from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan, any_plan
 
 EIGHT = '[model]\nname = "llama3"\nflavor = "8B"\n'
@@ -132,7 +133,7 @@ def test_a_setting_of_a_fork_in_a_section_that_changes_no_step_is_let_pass():
             "--devices says 64"),
         ("[activation_checkpoint]\nmode = 'memory_budget'\n", "the compiler chooses by a budget"),
         ("[activation_checkpoint]\nselective_ac_option = 'some'\n", "this is 'op', or a number"),
-        ("[optimizer]\nname = 'Muon'\n", "a plan's optimizer is AdamW"),
+        ("[optimizer]\nname = 'Lion'\n", "a plan has AdamW, Adam, SGD, Muon"),
         ("[training]\nenable_cpu_offload = true\n", "rest in host memory"),
         ("[training]\nglobal_batch_size = 7\n", "takes a multiple of 512"),
         ("[compile]\nenable = true\n[training]\ncompile = false\n", "compile.enable says the same thing in line 5"),
@@ -362,3 +363,16 @@ def test_what_torchtitan_cannot_say_is_in_the_list_of_what_is_lost(change: str, 
     exported = write(Plan.from_toml(f"{base}sequence = 2048\n{profile}{change}"))
     assert {key for key, _ in exported.lost} == lost
     assert all(why for _, why in exported.lost)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [("AdamW", Optimizer()), ("SGD", Optimizer("sgd", momentum=0.0)), ("Muon", Optimizer("muon"))]
+)
+def test_optimizers_have_the_names_of_torch_and_its_defaults(name: str, own: Optimizer):
+    imported = account(f"{EIGHT}[optimizer]\nname = '{name}'\n")
+    plan = any_plan(imported.values, "run.toml")
+    own = replace(own, muon_scale="original") if name == "Muon" else own
+    assert isinstance(plan, Plan) and plan.optimizer == own
+    written = write(replace(plan, optimizer=own))
+    assert "optimizer.name" not in dict(written.lost)
+    assert (f'name = "{name}"' in written.files[0][1]) == (name != "AdamW")
