@@ -64,7 +64,7 @@ def measure(transport: Transport, payload: tuple[Plan, int]) -> tuple[int, Found
     rank, number = training_rank(transport, plan), 0
     inside: dict[str, list[float]] = {kind: [] for kind in KINDS}
     found: Found = {kind: {clock: [] for clock in CLOCKS} for kind in KINDS}
-    kept = {
+    savers = {
         kind: Checkpoints(
             replace(plan, checkpoint=replace(plan.checkpoint, every=between, asynchronous=kind == "asynchronous")),
             rank.batches.corpus,
@@ -75,7 +75,7 @@ def measure(transport: Transport, payload: tuple[Plan, int]) -> tuple[int, Found
         for kind in KINDS
     }
     for turn in range(1 + ROUNDS):
-        for kind, checkpoints in kept.items():
+        for kind, checkpoints in savers.items():
             begun, inside_s = number, 0.0
             transport.everyone.barrier()
             started = {clock: now() for clock, now in CLOCKS.items()}

@@ -77,15 +77,15 @@ class Snapshots:
     Memory of a CPU that is asked for anew costs more than the copy, as the system fills it with zeros first."""
 
     def __init__(self) -> None:
-        self._kept: dict[Key, torch.Tensor] = {}
+        self._copies: dict[Key, torch.Tensor] = {}
 
     @torch.no_grad()
     def of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         """The same pieces, with copies of their values as they are now."""
-        kept, self._kept = self._kept, {}
+        before, self._copies = self._copies, {}
         for piece in pieces:
-            values, copy = piece.tensor.detach(), kept.get(piece.key)
+            values, copy = piece.tensor.detach(), before.get(piece.key)
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
                 copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            self._kept[piece.key] = copy.copy_(values)
-        return tuple(replace(piece, tensor=self._kept[piece.key]) for piece in pieces)
+            self._copies[piece.key] = copy.copy_(values)
+        return tuple(replace(piece, tensor=self._copies[piece.key]) for piece in pieces)

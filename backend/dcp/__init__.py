@@ -1,2 +1,2 @@
-"""Folders of tensors as `torch.distributed.checkpoint` (DCP) writes them, and our index to one: read without torch, and
-without executing anything."""
+"""Folders of tensors as `torch.distributed.checkpoint` (DCP) writes them, and our index to one. Read without torch;
+nothing in them is executed."""

@@ -40,7 +40,7 @@ _FORMATS |= {"LongStorage": "int64", "IntStorage": "int32", "ByteStorage": "uint
 _NONSENSE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error)
 """What reading fields that are not there, or are something else, comes to."""
 
-Spot = tuple[str, tuple[int, ...]]
+BlockKey = tuple[str, tuple[int, ...]]
 
 
 def contents_without_index(path: Place, steps: int) -> Contents:
@@ -89,7 +89,7 @@ class ForeignTensors:
         return found
 
 
-def _described(path: Place) -> tuple[dict[str, dict[str, Any]], dict[Spot, tuple[str, int, int]]]:
+def _described(path: Place) -> tuple[dict[str, dict[str, Any]], dict[BlockKey, tuple[str, int, int]]]:
     """The metadata's fields of every tensor, and where blocks lie. Raises one of `_NONSENSE`."""
     metadata = read_records(read_small(path / METADATA_FILE, MAX_METADATA_BYTES))
     if not isinstance(metadata, Record) or metadata.name not in _METADATA:
@@ -133,7 +133,9 @@ def _tensor_fields(name: str, saved: Any) -> dict[str, Any]:
     return fields
 
 
-def _tensor(path: Place, name: str, fields: dict[str, Any], places: dict[Spot, tuple[str, int, int]]) -> SavedTensor:
+def _tensor(
+    path: Place, name: str, fields: dict[str, Any], places: dict[BlockKey, tuple[str, int, int]]
+) -> SavedTensor:
     dtype = _record(_record(fields["properties"], f"{_PACKAGE}.TensorProperties").state[0]).name.removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {name} is of {dtype[:40]}, which is not read")
@@ -170,7 +172,7 @@ def _block(
     return Block(offsets, sizes, file, first, num_bytes)
 
 
-def _place(key: Any, value: Any) -> tuple[Spot, tuple[str, int, int]]:
+def _place(key: Any, value: Any) -> tuple[BlockKey, tuple[str, int, int]]:
     """The block that an entry of the storage's table is about, and where its zip is."""
     index = as_dict(_record(key, f"{_PACKAGE}.MetadataIndex").state)
     info = as_dict(_record(value, "torch.distributed.checkpoint.filesystem._StorageInfo").state)

@@ -4,7 +4,7 @@ torchtitan's. Nothing in them is executed.
 Such a folder does not describe its model: that is the plan's. Which trainer it is follows from the tensors' names, as
 they were written down from megatron-core 0.16.1 (`core/models/gpt`, `core/transformer`) and torchtitan 0.3.0
 (`models/llama3/state_dict_adapter.py`). Megatron keeps all layers of a kind in one tensor whose first dimension is the
-layer's number, unless it was told otherwise, and norms that its layers fuse with a product under the product's name.
+layer's number, unless it was asked not to, and norms that its layers fuse with a product under the product's name.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from ..watch.rank_messages import (
 from ..watch.rank_messages import (
     TransportName as TransportName,  # of those that may not use the watch
 )
-from ..watch.stop import KEPT_FROM_SERVER
+from ..watch.stop import SERVER_BLOCKS
 from ..watch.watch import Board
 from .stopping import Stopping
 
@@ -85,8 +85,8 @@ def run_ranks(
     `device`. Raises `RankFailure` when a
     rank raises, dies, or is not done within `timeout_s`, when no rank has come further in its row of a schedule for
     `stall_s`, and when none has begun with it `setup_s` after the start: the failure then says what each waits for.
-    With `stop_budget_s` the job sees to `Transport.stop`: SIGTERM and SIGUSR1, to this process or to any rank, are told
-    to all ranks, and raise `Interrupted` where the job is not over so many seconds later.
+    With `stop_budget_s` the job sees to `Transport.stop`: SIGTERM and SIGUSR1, to this process or to any rank, are
+    passed on to all ranks, and raise `Interrupted` where the job is not over so many seconds later.
     """
     with Workers(world_size, transport, device=device) as workers:
         limits = Limits(timeout_s, stall_s, setup_s)
@@ -339,7 +339,7 @@ class _Pool:
     def _receive(
         self, pending: set[int], deadline_s: float | None, stopping: Stopping | None = None
     ) -> list[tuple[int, str, Any]]:
-        """The next messages of pending processes; empty when the time is over, or when they were told to stop. Notes
+        """The next messages of pending processes; empty when the time is over, or when they were asked to stop. Notes
         processes that ended."""
         sources: dict[Any, int] = {self.connections[process]: process for process in pending}
         wakes = () if stopping is None else (stopping.wakes,)
@@ -505,7 +505,7 @@ def rank_environment(environment: Mapping[str, str], folder: Path) -> dict[str, 
 @contextlib.contextmanager
 def _without_signals() -> Iterator[None]:
     """Keeps SIGINT, SIGTERM and SIGUSR1 waiting while the body runs. A process started in it never gets them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, KEPT_FROM_SERVER)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SERVER_BLOCKS)
     try:
         yield
     finally:

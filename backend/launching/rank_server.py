@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from ..watch.rank_messages import NAMES_LENGTH, RANK_ENDED
-from ..watch.stop import KEPT_FROM_SERVER
+from ..watch.stop import SERVER_BLOCKS
 
 PRELOAD = (
     "numpy",
@@ -132,7 +132,7 @@ class _Server:
         """The child's side of the fork: lets go of everything that is the server's, and never returns."""
         try:
             signal.set_wakeup_fd(-1)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT_FROM_SERVER)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SERVER_BLOCKS)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
             for other in (self._control, self._child_ended, self._notify, *(pool.lifeline for pool in self._pools)):

@@ -1,4 +1,4 @@
-"""How the process that started ranks has them stop: a signal to it, or to any of them, is told to all."""
+"""How the process that started ranks has them stop: a signal to it, or to any of them, is passed on to all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Stopping:
         return self._wakes
 
     def take(self) -> int:
-        """The signal that ranks are to be told of, once; 0 where there is none, or they know."""
+        """The signal that is to be passed on to ranks, once; 0 where there is none, or they know."""
         with contextlib.suppress(BlockingIOError):
             if self._wakes.recv(1):
                 return self._request.number

@@ -16,12 +16,12 @@ STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """After which a run with a folder of checkpoints saves and leaves. Slurm and Kubernetes send SIGTERM, and Slurm what
 `--signal` names, for which SIGUSR1 is usual."""
 
-KEPT_FROM_SERVER = frozenset({*ENDING_SIGNALS, *STOPPING_SIGNALS})
+SERVER_BLOCKS = frozenset({*ENDING_SIGNALS, *STOPPING_SIGNALS})
 """What the server of ranks does not get, as it must outlive them: Slurm sends signals to all processes of a job."""
 
 
 class StopRequest:
-    """`number` is the first signal that has come to this process, or that it was told of; 0 while none has."""
+    """`number` is the first signal that has come to this process, or that was passed on to it; 0 while none has."""
 
     number = 0
 
@@ -32,7 +32,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """While the body runs, the signals are told to `on_signal`, in the main thread, and end nothing. What is ignored
+    """While the body runs, the signals are given to `on_signal`, in the main thread, and end nothing. What is ignored
     stays so, and so does a handler of the user's own; outside the main thread nothing changes."""
     before = {}
     if threading.current_thread() is threading.main_thread():

@@ -38,7 +38,7 @@ def losses(plan: Plan, resume: str | None = None) -> list[float]:
 
 @pytest.fixture
 def way(monkeypatch):
-    """A way to a server with a bucket `bucket`, which breaks when it is told to."""
+    """A way to a server with a bucket `bucket`, which breaks when it is asked to."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
