@@ -78,6 +78,10 @@ class JsonTokenizer:
             for each in self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         ]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids; those that are none of the tokenizer's are left out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
 
 def open_tokenizer(name: str, *, ends: bool, end: str | None = None) -> Tokenizer:
     """The tokenizer that is called `bytes`, or lies in a tokenizer.json or a folder with one. Raises as `JsonTokenizer`

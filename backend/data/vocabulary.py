@@ -77,6 +77,11 @@ def other_tokens(plan: AnyPlan) -> list[str]:
     return [of_part(part, problem) for part in plan.parts for problem in _other_tokens(part)]
 
 
+def tokens_are_bytes(plan: Plan) -> bool:
+    """Whether all data of a plan are bytes. Raises `PlanError` for data that cannot be read."""
+    return all(source.record is not None and source.record.digest == BYTES for source in _sources(plan))
+
+
 def of_part(part: Plan, problem: str) -> str:
     """A problem of a part of a plan, which it names where there are several."""
     return f'module "{part.name}": {problem}' if part.name else problem

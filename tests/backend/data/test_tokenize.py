@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.plans import plan as plan_of
 from helpers.tokenizers import bpe_tokenizer
 from shardproof.backend.data import pieces, tokenizing
 from shardproof.backend.data.corpus import Corpus
+from shardproof.backend.data.decoding import decoder_of
 from shardproof.backend.data.pieces import Piece, documents, units
 from shardproof.backend.data.token_files import open_tokens
 from shardproof.backend.data.tokenizer_record import tokenizer_digest
@@ -133,6 +135,18 @@ def test_any_number_of_processes_writes_the_same_files(tmp_path, capsys, tokeniz
         tokenize(capsys, *files, "--tokenizer", tokenizer, "-o", tmp_path / f"out{jobs}", "--jobs", jobs)
         found.append([(tmp_path / f"out{jobs}{end}").read_bytes() for end in (".bin", ".idx", ".tokens.json")])
     assert found[0] == found[1] and len(found[0][0]) > 10_000
+
+
+def test_ids_become_text_by_the_tokenizer_of_the_data_or_of_the_model(jsonl, tokenizer, tmp_path, capsys):
+    _, file = tokenize(capsys, jsonl, "--tokenizer", tokenizer, "-o", tmp_path / "out")
+    expected = "".join(TEXTS)
+    of_data = decoder_of(plan_of(data=str(tmp_path / "out"), vocab_size=300))
+    of_model = decoder_of(plan_of(data="python-stdlib", load=str(tokenizer)))
+    assert of_data(file.ids.tolist()) == of_model(file.ids.tolist()) == expected
+    for end in (".tokenizer.json", ".tokens.json"):
+        (tmp_path / f"out{end}").unlink()
+    assert decoder_of(plan_of(data=str(tmp_path / "out")))(file.ids[:2].tolist()) == f"{file.ids[0]} {file.ids[1]}"
+    assert decoder_of(plan_of(data=f"1 python-stdlib 1 {jsonl}")) is None
 
 
 # what is refused, and what is left behind
