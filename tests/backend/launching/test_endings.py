@@ -36,10 +36,10 @@ def start(tmp_path):
 
 
 def reported(run: Started) -> str:
-    """The line that the end has added to the progress lines."""
+    """The line that the end has added to the header and the progress lines."""
     lines = run.errors.splitlines()
     assert "Traceback" not in run.errors and all(
-        line.startswith(("step ", "one device", "2 ranks")) for line in lines[:-1]
+        line.startswith(("metrics: ", "energy: ", "step ", "one device", "2 ranks")) for line in lines[:-1]
     ), run.errors
     return lines[-1]
 
