@@ -66,7 +66,7 @@ def test_a_local_run_listens_on_loopback_alone_whatever_interface_is_named_and_e
 def test_a_run_that_is_ended_while_it_saves_leaves_the_checkpoint_before_whole(start, capfd, monkeypatch):
     saves = [*TRAIN, "--dp", "2", "--set", "checkpoint.folder=saved"]
     run = start("shardproof", *saves, "--set", "checkpoint.every=1")
-    run.wait_for("step 2/")
+    run.wait_for("step 3/")  # the save after the second step has waited for that after the first
     folder = run.folder / "saved"
     wait_until(lambda: any(folder.glob("*.partial")), "a checkpoint under way")
     assert (run.end(signal.SIGINT), reported(run), run.left()) == (130, "shardproof train: ended by SIGINT.", [])
