@@ -406,6 +406,7 @@ def run_steps(
     `resume` those that the checkpoint has behind it are among them; a run that saves is left when `transport.stop` says
     so. The weights then go to the folder `save_huggingface`, if it is given and all steps were done. `shown` says what
     is to be seen of the steps; by default nothing is."""
+    from .data.decoding import decoder_of
     from .huggingface.save import check_complete, save_weights
     from .pipeline.measure import gather_recorded
     from .ranks.rank_of_plan import training_rank
@@ -440,6 +441,7 @@ def run_steps(
     validation_losses = {first: rank.evaluate()} if first in validate_at else {}
     results: list[StepResult] = []
     recorded: tuple[list[Span], list[MemorySample], list[MeasuredPeak]] = ([], [], [])
+    decode = None if plan.train.sample_every is None else decoder_of(plan.parts[-1])
     with RunLog(
         transport,
         plan,
@@ -461,7 +463,7 @@ def run_steps(
             results.append(result)
             if on_step is not None and transport.global_rank == 0:
                 on_step(result)
-            log.step(result, spans, sampled(rank, plan, world, step + 1))
+            log.step(result, spans, sampled(rank, plan, world, step + 1, decode=decode))
             if checkpoints is not None:
                 stopped_by = checkpoints.after_step(step + 1, rank, transport.stop, last=step + 1 == steps)
             if stopped_by is not None:

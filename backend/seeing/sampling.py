@@ -43,10 +43,11 @@ def bytes_as_text(ids: Sequence[int]) -> str:
 
 
 def sampled(
-    rank: TrainingRank, plan: AnyPlan, world: Group, done: int, *, decode: Decode = bytes_as_text
+    rank: TrainingRank, plan: AnyPlan, world: Group, done: int, *, decode: Decode | None = None
 ) -> Sample | None:
     """Text from the model after `done` steps, the same on every rank; None where none is due. All ranks call this
-    together."""
+    together. `decode` makes text of ids; by default they are bytes."""
+    decode = decode or bytes_as_text
     every = plan.train.sample_every
     if every is None or (done % every and done != plan.train.steps):
         return None
