@@ -21,6 +21,9 @@ from .changes import EARLY, TOP, Change
 BITS = "bits"
 """The rule of what is found by bits that differ; other rules are words of the error that names it."""
 
+NO_NUMBERS = "which are no finite numbers"
+"""What training says where it reads memory that was let go of: pretended CUDA fills that with NaN."""
+
 
 def _fills_keys_alone(own: graphs.StepGraphs, captured: graphs.Captured[Any], microbatches: Any) -> None:
     captured.keys.fill(microbatches[0].step)
@@ -30,13 +33,13 @@ def _bakes_step(like: Callable[..., Any]) -> Callable[..., Any]:
     return lambda microbatch, keys, device: replace(like(microbatch, keys, device), step=microbatch.step)
 
 
-def _moves_weights(refresh: Callable[[training_rank.TrainingRank], None]) -> Callable[..., None]:
-    def refreshed(rank: training_rank.TrainingRank) -> None:
-        refresh(rank)
+def _moves_weights(share: Callable[[training_rank.TrainingRank], None]) -> Callable[..., None]:
+    def moved(rank: training_rank.TrainingRank) -> None:
+        share(rank)
         for shard in rank.shards:
             shard.storage.data = shard.storage.data.clone()
 
-    return refreshed
+    return moved
 
 
 def _copied_places(layers: context.LayerContext) -> Any:
@@ -45,6 +48,11 @@ def _copied_places(layers: context.LayerContext) -> Any:
 
 def _is_never_captured(device: Any) -> bool:
     return False
+
+
+def _looks_at_once(held: Mapping[str, Any]) -> not_finite.Found:
+    found = not_finite.find(held)
+    return lambda: found
 
 
 def _finishes_alone(lane: Any) -> None:
@@ -91,8 +99,8 @@ GRAPH_CHANGES = (
     Change(
         "the host looks at gradients in a capture",
         not_finite,
-        "is_captured",
-        _is_never_captured,
+        "look",
+        _looks_at_once,
         "the host waits: a number for the host in 1REDUCE_GRAD",
         "tp2-pp2",
     ),
@@ -107,8 +115,8 @@ GRAPH_CHANGES = (
     Change(
         "weights are moved between replays",
         training_rank.TrainingRank,
-        "refresh",
-        _moves_weights(training_rank.TrainingRank.refresh),
+        "_share",
+        _moves_weights(training_rank.TrainingRank._share),
         "has been let go of since",
         "tp2-pp2",
     ),

@@ -17,7 +17,14 @@ from shardproof.simulator.cost.graph_launches import sum_calls
 from shardproof.verify.pretended.changes import Change
 from shardproof.verify.pretended.environment import environment
 from shardproof.verify.pretended.examine import examined
-from shardproof.verify.pretended.graph_changes import BITS, GRAPH_CHANGES, GRAPH_PLANS, LAYER_CHANGES, LAYER_PLANS
+from shardproof.verify.pretended.graph_changes import (
+    BITS,
+    GRAPH_CHANGES,
+    GRAPH_PLANS,
+    LAYER_CHANGES,
+    LAYER_PLANS,
+    NO_NUMBERS,
+)
 from shardproof.verify.pretended.log import read_log
 
 pytestmark = pytest.mark.skipif(
@@ -257,7 +264,7 @@ def test_what_is_made_wrong_with_a_capture_is_found(change: Change) -> None:
     try:
         found = examined(Plan.from_toml(PLANS[change.plan]), steps=3, change=change.what)
     except InternalError as error:  # what training itself finds, in fast numerics
-        assert change.rule in str(error)
+        assert (NO_NUMBERS if change.rule == BITS else change.rule) in str(error)
         return
     if change.rule == BITS:
         assert found.bits_different
