@@ -138,7 +138,7 @@ enable-zbh1-pipeline deepspeed
 lr-decay-style= lr-decay-iters= lr-decay-samples= min-lr= lr-warmup-fraction= lr-warmup-iters= lr-warmup-samples=
 lr-warmup-init= start-weight-decay= end-weight-decay= weight-decay-incr-style= lr-wsd-decay-samples=@0.8
 lr-wsd-decay-iters=@0.8 lr-wsd-decay-style=@0.8 rampup-batch-size=3 decrease-batch-size-if-needed@0.9
-step-batch-size-schedule=@0.18
+step-batch-size-schedule=+@0.18
 """
 """Flags without their dashes, with `=` and how many values they take, `@` and the releases that have them."""
 

@@ -64,8 +64,10 @@ def read_batches(reading: Reading, size: int | None, replicas: int | None) -> in
 
 
 def _listed(reading: Reading, flag: str, size: int | None) -> int | None:
-    if (text := reading.text(flag)) is None:
+    if (first := reading.text(flag)) is None:
         return size
+    # scripts give it in quotes and lose them: Megatron's own train_gpt3_175b_distributed.sh
+    text = " ".join(reading.last[flag].values) or first
     if reading.given("--decrease-batch-size-if-needed"):
         reading.say(flag, "refused", "Megatron takes no list with --decrease-batch-size-if-needed", "batch.schedule")
         return size

@@ -671,3 +671,10 @@ def test_other_optimizers_are_written_and_read_back(optimizer):
         optimizer.muon_steps,
         optimizer.betas,
     )
+
+
+def test_a_list_of_batches_that_has_lost_its_quotes_is_one_list():
+    """Megatron's own example gives it in quotes inside an array that it expands without."""
+    given = (f"{RATES}--train-iters 9 --step-batch-size-schedule {text}" for text in ('"0:4 1M:8"', "0:4 1M:8"))
+    quoted, split = (any_plan(imported(text).values, "").batch for text in given)
+    assert split == quoted and quoted.schedule == "0:4 1M:8" and quoted.global_size == 8
