@@ -94,15 +94,15 @@ class Chromium:
         return dict(json.loads(text))
 
     def _note(self, event: dict[str, Any]) -> None:
-        method, told = event.get("method"), event.get("params", {})
+        method, said = event.get("method"), event.get("params", {})
         if method == "Runtime.exceptionThrown":
-            self.errors.append(str(told["exceptionDetails"].get("exception", {}).get("description", told)))
-        elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.errors.append(str([each.get("value") for each in told["args"]]))
-        elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.errors.append(told["entry"]["text"])
+            self.errors.append(str(said["exceptionDetails"].get("exception", {}).get("description", said)))
+        elif method == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning", "assert"):
+            self.errors.append(str([each.get("value") for each in said["args"]]))
+        elif method == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
+            self.errors.append(said["entry"]["text"])
         elif method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self.requests.append(said["request"]["url"])
 
     def open(self, path: Path, view: str = "") -> None:
         """A page from a file, until it is drawn."""
