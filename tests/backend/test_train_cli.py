@@ -115,6 +115,20 @@ def test_who_starts_ranks_reads_their_results_without_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def forked(process_id):
+    """Process ids of the ranks of a command: they are forked from one that runs the same program text."""
+
+    def text(each):
+        return (Path("/proc") / str(each) / "cmdline").read_bytes()
+
+    own = children(process_id)
+    return [each for each in own if text(each) == text(parent_of(each))]
+
+
+def parent_of(process_id):
+    return int((Path("/proc") / str(process_id) / "stat").read_text().rpartition(")")[2].split()[1])
+
+
 def children(process_id):
     """Process ids of all descendants that have no children of their own."""
     parents = {}
@@ -141,8 +155,12 @@ def test_a_killed_rank_ends_the_command_with_2_and_only_why_is_written(tmp_path)
     with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         header = list(itertools.takewhile(lambda line: not line.startswith("step 1/100000"), process.stderr))
         assert process.poll() is None, header
-        os.kill(children(process.pid)[-1], signal.SIGKILL)
-        out, err = process.communicate(timeout=600)  # far below the half hour that gloo waits for a peer that is gone
+        try:
+            os.kill(forked(process.pid)[-1], signal.SIGKILL)
+            # far below the half hour that gloo waits for a peer that is gone
+            out, err = process.communicate(timeout=300)
+        finally:
+            process.kill()  # else a run that goes on is waited for
     assert process.returncode == 2 and out == ""
     assert "was killed by SIGKILL" in err and "rank 1" in err
     for rank in range(2):  # whether the kill meets it in an action, in a wait or between two steps

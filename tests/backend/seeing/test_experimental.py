@@ -9,6 +9,8 @@ import pytest
 from helpers.plans import training_plan
 from shardproof import Layout, Trainer
 from shardproof.backend.seeing.experimental import USED, experimental_lines
+from shardproof.backend.seeing.header import header_lines
+from shardproof.backend.seeing.shown import Shown
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.cli import main
 from shardproof.core.plan.experimental import FEATURES, Experimental
@@ -33,10 +35,9 @@ def test_what_is_not_allowed_is_a_warning_and_what_is_allowed_is_said():
     assert "NCCL" in named and "energy of GPUs" in named and "our kernels" not in named
 
 
-def test_the_header_of_a_run_and_a_dry_run_say_it(tmp_path, capfd):
-    written = ["--set", f"log.file={tmp_path / 'run.jsonl'}"]
-    assert main(["train", *OPTIONS, "--set", "train.steps=1", "--transport", "memory", *written]) == 0
-    assert "warning: experimental: training in fp16" in capfd.readouterr().err
+def test_the_header_of_a_run_and_a_dry_run_say_it(capfd):
+    shown = Shown(None, "lines", None, Trainer(FP16).experimental)
+    assert [line for line in header_lines(shown, None) if line.startswith("warning: experimental: training in fp16")]
     assert main(["train", *OPTIONS, "--dry-run", "--set", 'experimental.allow=["fp16"]']) == 0
     error = capfd.readouterr().err
     assert "experimental: training in fp16" in error and "warning" not in error
