@@ -351,7 +351,9 @@ def _carried(plan: Plan, moment: str) -> float:
 
 def _decay(plan: Plan, step: int, name: str, old: np.ndarray) -> np.ndarray:
     """What weight decay adds to the weights of a parameter (Loshchilov & Hutter 2019, algorithm 2)."""
-    (parameter,) = (each for each in parameters(plan.model) if each.name == name)
+    parameter = next((each for each in parameters(plan.model) if each.name == name), None)
+    if parameter is None:  # an expert's bias
+        return np.zeros_like(old)
     rate, decay = rate_and_decay(plan, parameter, step)
     return -rate * decay * old
 

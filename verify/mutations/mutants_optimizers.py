@@ -74,7 +74,7 @@ def leaves_other_parts(patches: Patches) -> None:
 
 MUTANTS = (
     Mutant(
-        "XX67",
+        "XX70",
         "SGD's momentum is not kept from step to step",
         OURS,
         lambda: plan_with("sgd", dp=2),

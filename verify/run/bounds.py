@@ -156,7 +156,9 @@ class StepBounds:
         by one update of AdamW or Muon at most, SGD by a multiple of how far gradients are apart."""
         unit, (first, second) = UNIT_ROUNDOFF["fp32"], self.plan.optimizer.betas
         name = key.tensor if key.phase == WEIGHT else key.tensor.rpartition(".")[0]
-        (parameter,) = (each for each in parameters(self.plan.model) if each.name == name)
+        parameter = next((each for each in parameters(self.plan.model) if each.name == name), None)
+        if parameter is None:  # an expert's bias, which both runs move by the rate, be it in other directions
+            return 2 * self.plan.train.expert_bias_rate + 4 * unit * largest[key]
         if is_frozen(self.plan, parameter):
             return 0.0
         (rate, _), kind = rate_and_decay(self.plan, parameter, key.step), kind_of(self.plan, parameter)

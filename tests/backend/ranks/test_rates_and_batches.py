@@ -13,8 +13,8 @@ import torch
 from helpers.gates import sampled
 from helpers.plans import training_plan
 from shardproof.backend.base.observe import Observer
-from shardproof.backend.checkpoint.index import INDEX_FILE
 from shardproof.backend.checkpoint.resume import resumption, saved_in
+from shardproof.backend.dcp.index import INDEX_FILE
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
