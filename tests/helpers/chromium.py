@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -35,7 +36,7 @@ class Chromium:
         os.set_blocking(self._in, False)
 
         def as_3_and_4() -> None:  # where the browser looks for its pipes
-            high = [os.dup2(each, 20 + at) for at, each in enumerate((theirs_in, theirs_out))]
+            high = [fcntl.fcntl(each, fcntl.F_DUPFD, 64) for each in (theirs_in, theirs_out)]
             os.dup2(high[0], 3)
             os.dup2(high[1], 4)
 
