@@ -24,9 +24,9 @@ from .data.vocabulary import other_tokens
 from .dry_run import dry_run_report, dry_run_text, planned_products
 from .group_transports import group_transports
 from .huggingface.config import check_load, check_save
-from .seeing.experimental import experimental_lines
-from .seeing.metrics import ELSEWHERE
-from .seeing.shown import Display
+from .monitoring.experimental import experimental_lines
+from .monitoring.metrics import ELSEWHERE
+from .monitoring.shown import Display
 from .trainer import Trainer, TrainResult, usual_transport
 from .unsupported import unsupported
 from .watch.rank_messages import ON_GPUS

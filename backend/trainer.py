@@ -27,11 +27,11 @@ from .huggingface.config import check_load, check_save
 from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, set_up_within, torchrun_transport, under_torchrun
 from .memory_check import check_memory
-from .seeing.experimental import experimental_lines
-from .seeing.metrics import check_place, metrics_file
-from .seeing.prediction import predicted
-from .seeing.services import check_services
-from .seeing.shown import Display, Shown
+from .monitoring.experimental import experimental_lines
+from .monitoring.metrics import check_place, metrics_file
+from .monitoring.prediction import predicted
+from .monitoring.services import check_services
+from .monitoring.shown import Display, Shown
 from .unsupported import unsupported
 from .watch.rank_messages import ON_GPUS, TransportName
 from .watch.stop import stopping_here
@@ -156,9 +156,9 @@ class Trainer:
     the start. `resumption` says which it is. `observer(global_rank)`, a function of a module too, makes who sees the
     numbers of a rank. `groups` are process groups of torch by axis that this process, a rank in which torch.distributed
     is initialised, is a member of: they are used in place of new ones. What every step came to goes to the file that
-    `seeing.metrics.metrics_file` says, or else to `metrics`, and to `display` on standard error. Raises `PlanError` at
-    once for a plan that the backend does not run, whose data are not tokens of its model, that loads or saves what
-    Hugging Face files do not hold, or that does not go on from what its `checkpoint.folder` holds."""
+    `monitoring.metrics.metrics_file` says, or else to `metrics`, and to `display` on standard error. Raises
+    `PlanError` at once for a plan that the backend does not run, whose data are not tokens of its model, that loads or
+    saves what Hugging Face files do not hold, or that does not go on from what its `checkpoint.folder` holds."""
 
     def __init__(
         self,
@@ -408,10 +408,10 @@ def run_steps(
     is to be seen of the steps; by default nothing is."""
     from .data.decoding import decoder_of
     from .huggingface.save import check_complete, save_weights
+    from .monitoring.run_log import RunLog
+    from .monitoring.sampling import sampled
     from .pipeline.measure import gather_recorded
     from .ranks.rank_of_plan import training_rank
-    from .seeing.run_log import RunLog
-    from .seeing.sampling import sampled
     from .transport.gather_values import gather_values
 
     steps = plan.train.steps if steps is None else steps

@@ -28,12 +28,13 @@ from ..core.schedule.schedule import Schedule, read_csv
 from ..core.schedule.timeline import Timeline
 from ..core.schedule.traces import load
 from .curves_cli import METRICS_SUFFIX, draw_curves
-from .draw import SUFFIXES, TEXT_WIDTH, draw, kind_of
+from .draw import SUFFIXES, draw, kind_of
 from .page.content import Extra
 from .page.html import schedules_to_html
 from .page.schedules import sized
 from .scene.axis import TimeUnit
 from .scene.lanes import compare_lanes
+from .text import TEXT_WIDTH
 
 _NO_SECONDS = "--compare {compare}: a schedule CSV has unit costs and no seconds, so it compares only with another CSV."
 

@@ -15,10 +15,10 @@ from .curves import CurvesScene, curves_scene, names_of, read_curve
 from .curves_picture import lay_out_curves
 from .curves_text import curves_text
 from .svg import to_svg
+from .text import TEXT_WIDTH
 
 METRICS_SUFFIX = ".jsonl"
 SUFFIXES = (".txt", ".svg", ".png")
-TEXT_WIDTH = 100
 
 
 def draw_curves(args: argparse.Namespace, output: str | None, *, color: bool) -> int:

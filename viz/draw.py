@@ -15,13 +15,11 @@ from .scene.axis import TimeUnit
 from .scene.panels import Scene
 from .scene.scene import By, Resolution, Scale, build_scene
 from .svg import to_svg
-from .text import MARGIN, to_text
+from .text import MARGIN, TEXT_WIDTH, to_text
 from .trace import to_trace
 
 SUFFIXES = (".txt", ".svg", ".png", ".html", ".json", ".json.gz", ".timeline.json", ".timeline.json.gz")
 """Text, pictures, a page to zoom in, Chrome trace, recorded timeline."""
-
-TEXT_WIDTH = 100
 
 
 def draw(

@@ -20,6 +20,9 @@ from .scene.axis import Axis
 from .scene.memory import MemoryCurve
 from .scene.panels import Box, Panel, Row, Scene, Track
 
+TEXT_WIDTH = 100
+"""Characters of a line where nothing else is asked for and no terminal says its width."""
+
 MARGIN = 18
 """Characters that names and numbers next to the plot take at least."""
 

@@ -16,18 +16,20 @@ from ..core.schedule.waits import waits_of
 
 def to_trace(timelines: Sequence[Timeline]) -> str:
     """Trace text: complete events (`X`) in microseconds, an arrow from every send to its receive (`s`, `f`), memory as
-    counters (`C`), names as metadata (`M`).
+    counters (`C`), names as metadata (`M`). `otherData.processes` says which rank of which source each process is:
+    programs read that, people the names.
 
     Several timelines share one clock; their processes are numbered on and named `predicted rank 0`, `measured rank 0`,
     ... Events keep the timeline's order, so the same timelines give the same bytes. A span takes some 80 bytes: its
     name is its token, which says stage and microbatch.
     """
     events: list[dict[str, Any]] = []
-    first_process, first_arrow = 0, 0
+    first_process, first_arrow, known = 0, 0, list[dict[str, Any]]()
     for timeline in timelines:
         ranks = sorted({*timeline.global_ranks, *(sample.global_rank for sample in timeline.memory)})
         processes = {rank: first_process + index for index, rank in enumerate(ranks)}
         first_process += len(ranks)
+        known += [{"pid": process, "rank": rank, "source": timeline.source} for rank, process in processes.items()]
         events += _names(timeline, processes, len(timelines) > 1)
         events += _spans(timeline, processes)
         arrows = list(_arrows(timeline, processes, first_arrow))
@@ -35,7 +37,7 @@ def to_trace(timelines: Sequence[Timeline]) -> str:
         events += arrows
         events += _counters(timeline, processes)
     title = " / ".join(dict.fromkeys(timeline.title for timeline in timelines if timeline.title))
-    document = {"displayTimeUnit": "ms", "otherData": {"title": title}, "traceEvents": events}
+    document = {"displayTimeUnit": "ms", "otherData": {"title": title, "processes": known}, "traceEvents": events}
     return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
 
 

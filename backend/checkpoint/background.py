@@ -1,4 +1,4 @@
-"""`Flight`: a checkpoint that is written while training goes on, as one rank sees it.
+"""`PendingSave`: a checkpoint that is written while training goes on, as one rank sees it.
 
 Background threads write files and nothing else. What ranks have to say to each other they say between two steps, in the
 thread that trains: so a save needs no communicator of its own, and works over every transport. First every rank writes
@@ -60,7 +60,7 @@ class Task:
 
 
 @dataclass(eq=False)
-class Flight:
+class PendingSave:
     """The checkpoint after so many `steps` on its way: into the folder `partial`, which becomes `path`. `task` is what
     this rank is doing for it; in the last part, `is_last`, only the first rank has something to do."""
 

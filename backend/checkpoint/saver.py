@@ -1,7 +1,7 @@
 """`Checkpoints`: a run's checkpoints as one rank sees them. All ranks make the same calls together, and
 all see the same folder.
 
-Where they lie, and how it is that only whole ones do, is the matter of a `shelf`. One is written while training goes on
+Where they lie, and that only whole ones are found there, is `storage`'s matter. One is written while training goes on
 (`background`), unless the plan says otherwise: one that waits takes the same way and is waited for.
 """
 
@@ -29,7 +29,7 @@ from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
 from ..watch.stop import StopRequest
 from ..watch.watch import RankWatch
-from .background import Flight, Snapshots, Task
+from .background import PendingSave, Snapshots, Task
 from .resume import (
     NoneWholeError,
     Saved,
@@ -40,8 +40,8 @@ from .resume import (
     problem_of,
     saved_in,
 )
-from .shelf import shelf_of
 from .state import pieces_of, take_up
+from .storage import storage_of
 from .tensors import Piece, Share, check_written, finish_folder, read_tensors, share_of, write_share
 from .whole import STATE_FILE, STATE_FORMAT, has_index, quick_damages, steps_of
 
@@ -77,13 +77,13 @@ class Checkpoints:
         self._device = device
         self._watch = watch
         self.events: list[dict[str, Any]] = []
-        self._flight: Flight | None = None
+        self._pending: PendingSave | None = None
         self._share: Share | None = None
         self._snapshots = Snapshots()
-        self._shelf = shelf_of(plan.checkpoint.folder, plan.checkpoint.keep)
+        self._storage = storage_of(plan.checkpoint.folder, plan.checkpoint.keep)
         self._text = None if corpus is None or world.rank > 0 else corpus.record
         if world.rank == 0:
-            self._shelf.prepare()
+            self._storage.prepare()
 
     def restore(self, path: Place, rank: TrainingRank) -> int:
         """Makes a rank go on from a checkpoint, or where it is damaged from the newest whole one before it, which
@@ -161,7 +161,7 @@ class Checkpoints:
         number, all_done = self._agreed(stop)
         stops = number and not last
         if all_done:
-            self._take_further()
+            self._advance()
         if last or stops or self._is_due(steps):
             self.begin(steps, pieces_of(rank), snapshot=self._plan.checkpoint.asynchronous and not (last or stops))
         if not self._plan.checkpoint.asynchronous or last or stops:
@@ -176,26 +176,26 @@ class Checkpoints:
     def _agreed(self, stop: StopRequest) -> tuple[int, bool]:
         """The signal that the first rank to have one was sent, 0 for none, and whether every rank has done its part of
         what is on its way."""
-        own = torch.tensor([stop.number, self._state_of_flight()], dtype=torch.int64, device=self._device)
+        own = torch.tensor([stop.number, self._progress()], dtype=torch.int64, device=self._device)
         said = [each.tolist() for each in self._world.all_gather(own)]
         states = [state for _, state in said]
         self._check_in_time(states)
         return next((number for number, _ in said if number), 0), all(state == DONE for state in states)
 
-    def _state_of_flight(self) -> int:
+    def _progress(self) -> int:
         """How this rank's part of what is on its way is getting on."""
-        if self._flight is None:
+        if self._pending is None:
             return UNDER_WAY
-        if self._flight.task.is_done:
+        if self._pending.task.is_done:
             return DONE
-        return LATE if self._flight.task.elapsed_s > self._plan.checkpoint.timeout_s else UNDER_WAY
+        return LATE if self._pending.task.elapsed_s > self._plan.checkpoint.timeout_s else UNDER_WAY
 
     def _check_in_time(self, states: Sequence[int]) -> None:
         """Raises `PlanError` where a rank's part takes longer than it may."""
-        if self._flight is not None and LATE in states:
+        if self._pending is not None and LATE in states:
             late = ", ".join(str(rank) for rank, state in enumerate(states) if state == LATE)
             raise PlanError(
-                f"{self._flight.partial}: rank {late} has not written its part within checkpoint.timeout_s="
+                f"{self._pending.partial}: rank {late} has not written its part within checkpoint.timeout_s="
                 f"{self._plan.checkpoint.timeout_s:g}. Look at its disk or network, or give it more time."
             )
 
@@ -223,7 +223,7 @@ class Checkpoints:
         `snapshot` of them, else when `finish` has returned. Raises as `finish` does, and `ValueError` when the pieces
         of a tensor overlap or leave parts out."""
         self.finish()
-        folder = self._shelf.desk(steps)
+        folder = self._storage.staging(steps)
         share = self._share = share_of(pieces, self._world, self._device, self._share)
         if snapshot:
             share = replace(share, pieces=self._snapshots.of(share.pieces))
@@ -233,45 +233,45 @@ class Checkpoints:
             if self._world.rank == 0:
                 write_text(folder / STATE_FILE, json.dumps(self._state(steps), indent=1) + "\n")
             written = write_share(folder, share)
-            self._shelf.hand_over(steps, written["files"])
+            self._storage.upload_files(steps, written["files"])
             return written
 
         task = Task(self._lane, write)
-        self._flight = Flight(steps, folder, self._shelf.place(steps), share, task)
+        self._pending = PendingSave(steps, folder, self._storage.place(steps), share, task)
 
     def finish(self) -> None:
         """Returns when what is on its way is on the disk. Raises on every rank `OSError` with the file that could not
         be written, or what else went wrong on any of them."""
-        while self._flight is not None:
-            flight = self._flight
-            limit_s = self._plan.checkpoint.timeout_s - flight.task.elapsed_s
-            run_on_all(self._world, self._device, partial(flight.task.wait, limit_s), watch=self._watch, name="save")
-            own = torch.tensor([self._state_of_flight()], dtype=torch.int64, device=self._device)
+        while self._pending is not None:
+            pending = self._pending
+            limit_s = self._plan.checkpoint.timeout_s - pending.task.elapsed_s
+            run_on_all(self._world, self._device, partial(pending.task.wait, limit_s), watch=self._watch, name="save")
+            own = torch.tensor([self._progress()], dtype=torch.int64, device=self._device)
             states = [int(state) for state in self._world.all_gather(own)]
             self._check_in_time(states)
             if all(state == DONE for state in states):
-                self._take_further()
+                self._advance()
 
-    def _take_further(self) -> None:
+    def _advance(self) -> None:
         """The next part of what is on its way, when every rank has done the one before."""
-        flight, self._flight = self._flight, None
-        assert flight is not None, "something is done"
-        answers = gather_values(self._world, flight.task.answer, self._device)
+        pending, self._pending = self._pending, None
+        assert pending is not None, "something is done"
+        answers = gather_values(self._world, pending.task.answer, self._device)
         if errors := [f"rank {rank}: {each['error']}" for rank, each in enumerate(answers) if "error" in each]:
-            raise OSError(f"the checkpoint after {flight.steps} steps was not saved: {'; '.join(errors)}")
-        if flight.is_last:
-            self.newest = flight.path
-            self.events.append({"step": flight.steps, "event": "saved", "path": str(flight.path)})
+            raise OSError(f"the checkpoint after {pending.steps} steps was not saved: {'; '.join(errors)}")
+        if pending.is_last:
+            self.newest = pending.path
+            self.events.append({"step": pending.steps, "event": "saved", "path": str(pending.path)})
             return
         written, leads = [each["value"] for each in answers], self._world.rank == 0
-        check_written(flight.partial, flight.share, written)
+        check_written(pending.partial, pending.share, written)
 
         def finish() -> None:
-            finish_folder(flight.partial, flight.share, written)
-            self._shelf.publish(flight.steps)
+            finish_folder(pending.partial, pending.share, written)
+            self._storage.commit(pending.steps)
 
         task = Task(self._lane, finish if leads else lambda: None)
-        self._flight = replace(flight, task=task, is_last=True)
+        self._pending = replace(pending, task=task, is_last=True)
 
     @property
     def _lane(self) -> str:

@@ -98,7 +98,7 @@ class Blend:
         return tokens, targets
 
     def chosen(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`(source, number)` of samples: which part each comes from, and the how-manieth sample of that part it is."""
+        """`(source, number)` of samples: which part each comes from, and its number among that part's samples."""
         sources, counts = choices(self.shares)
         total = sum(self.shares)
         later = np.maximum(np.asarray(numbers, dtype=np.int64) // total - 1, 0)  # periods left out of the table

@@ -72,9 +72,8 @@ class Corpus:
         """`(tokens, targets)`, each int64 [last_sample - first_sample, sequence]: samples `first_sample <=
         i < last_sample`, counted over the whole run.
 
-        The data are cut into windows of `sequence`
-        tokens (targets are one token ahead); each pass over them is a permutation of its own. Raises `PlanError`
-        when the data hold no window.
+        The data are cut into windows of `sequence` tokens (targets are one token ahead); each pass over them is a
+        permutation of its own. Raises `PlanError` when the data hold no window.
         """
         return self.train.windows(np.arange(first_sample, last_sample), sequence, seed)
 

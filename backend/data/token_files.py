@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ...core.base.errors import FileError
-from ...core.plan.data_names import is_url
+from ...core.base.urls import is_url
 from .megatron_index import MegatronIndex, read_index
 from .tokenizer_record import TokenizerRecord, read_record
 

@@ -2,8 +2,7 @@
 the whole gradient.
 
 Updates are elementwise (`updates`), so cuts change no bits; but for Muon's (`muon`), which brings whole matrices
-together. What rests in host memory comes to the device in pieces for
-it (`offloaded_moments`).
+together. What rests in host memory comes to the device in pieces for it (`offloaded_moments`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def imported_from(request: Request) -> Imported:
     _batch(reading, devices)
     read_runtime(reading, release=request.version)
     read_optimizer(reading)
-    read_rates(reading, _value(reading, "batch", "global"))
+    read_rates(reading, reading.value("batch", "global"))
     _cluster(reading, devices)
     settings = (*_launcher(command, request), *reading.finish())
     return Imported(
@@ -104,10 +104,10 @@ def _launcher(command: TrainingCommand, request: Request) -> list[Setting]:
 
 def _batch(reading: Reading, devices: int | None) -> None:
     """Sequences of a step, and how many steps there are."""
-    micro = _value(reading, "batch", "micro")
+    micro = reading.value("batch", "micro")
     size, replicas = reading.integer("--global-batch-size"), None
     if devices is not None:
-        degrees = [_value(reading, "layout", axis) or 1 for axis in ("tp", "pp", "cp")]
+        degrees = [reading.value("layout", axis) or 1 for axis in ("tp", "pp", "cp")]
         replicas = max(1, devices // math.prod(degrees))
     if size is None and not reading.is_written("--global-batch-size") and micro is not None and replicas is not None:
         size = micro * replicas
@@ -124,11 +124,6 @@ def _batch(reading: Reading, devices: int | None) -> None:
     if not reading.is_written("--seq-length"):
         reading.refuse("--seq-length", "", 0, "it is not given, and Megatron needs it", "batch.sequence")
     read_length(reading, size)
-
-
-def _value(reading: Reading, section: str, key: str) -> int | None:
-    given = reading.values.get(section, {}).get(key)
-    return None if given is None else given.value
 
 
 def _cluster(reading: Reading, devices: int | None) -> None:

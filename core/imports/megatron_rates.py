@@ -44,7 +44,7 @@ def read_batches(reading: Reading, size: int | None, replicas: int | None) -> in
     ramp, listed, decrease = "--rampup-batch-size", "--step-batch-size-schedule", "--decrease-batch-size-if-needed"
     if reading.is_written(listed):
         return _listed(reading, listed, size)
-    micro, per_replica = _value(reading, "batch", "micro"), None
+    micro, per_replica = reading.value("batch", "micro"), None
     if micro is not None and replicas is not None:
         per_replica = micro * replicas
     if reading.given(decrease) and size is not None and per_replica is not None and not reading.is_written(ramp):
@@ -113,13 +113,13 @@ def _steps_of(reading: Reading, size: int, samples: int) -> int:
 def _batch(reading: Reading, size: int) -> Batch:
     """The batches as far as they are read; constant where what is read is none."""
     given: dict[str, Any] = {
-        name: _value(reading, "batch", name)
+        name: reading.value("batch", name)
         for name in ("rampup", "schedule", "schedule_unit")
-        if _value(reading, "batch", name) is not None
+        if reading.value("batch", name) is not None
     }
     if "rampup" in given:
         given["rampup"] = tuple(given["rampup"])
-    sequence = _value(reading, "batch", "sequence") or 1
+    sequence = reading.value("batch", "sequence") or 1
     batch = Batch(size, 1, sequence, **given)
     return Batch(size, 1, sequence) if complaints(batch) else batch
 
@@ -132,11 +132,6 @@ def _quietly(reading: Reading, flag: str) -> int | None:
     return reading.integer(flag)
 
 
-def _value(reading: Reading, section: str, key: str) -> Any:
-    given = reading.values.get(section, {}).get(key)
-    return None if given is None else given.value
-
-
 def read_rates(reading: Reading, size: int | None) -> None:
     """Both schedules; called when the other keys of the optimizer are filled."""
     unknown = [flag for flag in (*_OF_RATES, *_OF_WEIGHT_DECAY) if flag in reading.last and reading.last[flag].unknown]
@@ -145,7 +140,7 @@ def read_rates(reading: Reading, size: int | None) -> None:
         for flag in (*_OF_RATES, *_OF_WEIGHT_DECAY):
             reading.say(flag, "not-modelled", f"the plan keeps its learning rate: {why}")
         return
-    by_samples = _value(reading, "train", "steps") is not None and reading.given("--train-samples")
+    by_samples = reading.value("train", "steps") is not None and reading.given("--train-samples")
     by_samples = by_samples and not reading.given("--train-iters")
     unit = "samples" if by_samples else "iters"
     _read_learning_rate(reading, unit, size)
@@ -159,7 +154,7 @@ def _read_learning_rate(reading: Reading, unit: str, size: int | None) -> None:
         return
     fraction, steps = reading.number("--lr-warmup-fraction"), reading.integer(f"--lr-warmup-{unit}") or 0
     decay = reading.integer(f"--lr-decay-{unit}")
-    if style != "constant" and decay is None and _value(reading, "train", "steps") is None:
+    if style != "constant" and decay is None and reading.value("train", "steps") is None:
         reading.say("--lr-decay-style", "not-modelled", "how long the run is, and so the decay, is not said")
         return
     reading.put("optimizer.schedule", STYLES[style], "--lr-decay-style")
@@ -198,7 +193,7 @@ def _put_length(reading: Reading, key: str, given: int | None, flag: str, unit: 
     if given is not None:
         reading.put(key, given, flag)
     elif unit == "samples" and size and (samples := reading.integer("--train-samples")):
-        steps = _value(reading, "train", "steps")
+        steps = reading.value("train", "steps")
         if samples_before(_batch(reading, size), steps) != samples:  # the run ends within a batch
             reading.put(key, samples, "--train-samples")
 

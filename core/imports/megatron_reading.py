@@ -50,6 +50,11 @@ class Reading:
         """True where the flag is given; refuses one of which that is not known."""
         return flag in self.last and not self._is_unknown(flag)
 
+    def value(self, section: str, key: str) -> Any:
+        """What a key of the plan has been given so far; None where that is nothing."""
+        given = self.values.get(section, {}).get(key)
+        return None if given is None else given.value
+
     def text(self, flag: str) -> str | None:
         """The value of a flag; None where it is not given, or not known, which is refused."""
         if not self.given(flag):

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
+
+from ..base.urls import is_url
 
 STDLIB = "python-stdlib"
 """The standard library's own text, which is no path."""
@@ -65,11 +66,6 @@ def split_of(text: str) -> tuple[Fraction, Fraction, Fraction]:
         raise ValueError("its numbers add up to 0")
     train, validation, test = [share / sum(shares) for share in (*shares, Fraction(0), Fraction(0))[:3]]
     return train, validation, test
-
-
-def is_url(name: str) -> bool:
-    """Whether a name is that of something on another machine, such as `s3://bucket/corpus.bin`."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
 
 
 def _from(folder: Path, name: str) -> str:

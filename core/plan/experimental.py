@@ -16,7 +16,7 @@ FEATURES: Mapping[str, str] = {
     "energy": "energy of GPUs by NVML",
 }
 """What has not yet been proved on a device, or in long runs, by the name that allows it. What is older than this
-section only says so; what is newer may have to be allowed (`backend.seeing.experimental`)."""
+section only says so; what is newer may have to be allowed (`backend.monitoring.experimental`)."""
 
 
 @noun()
@@ -28,5 +28,5 @@ class Experimental(Bounded, section="experimental"):
         default=(),
         choices=tuple(FEATURES),
         more="A run names everything of it that it uses, and warns of what is not allowed here.",
-        read_by="backend.seeing.experimental",
+        read_by="backend.monitoring.experimental",
     )

@@ -627,14 +627,14 @@ class Train(Bounded, section="train"):
         default_note="none",
         more="The model goes on with the first held-out tokens, after the last step too. Each token takes "
         "the forwards of a held-out batch.",
-        read_by="backend.seeing.sampling",
+        read_by="backend.monitoring.sampling",
     )
     sample_tokens: int = option(
         "tokens of such a text, as far as batch.sequence has room for them",
         default=64,
         minimum=1,
         bound=TOKENS,
-        read_by="backend.seeing.sampling",
+        read_by="backend.monitoring.sampling",
     )
     sample_temperature: float = option(
         "what its logits are divided by before it is drawn; 0 takes the most likely token",
@@ -642,7 +642,7 @@ class Train(Bounded, section="train"):
         minimum=0,
         bound=FACTOR,
         more="What is drawn is a function of train.seed, the step and the place in the text.",
-        read_by="backend.seeing.sampling",
+        read_by="backend.monitoring.sampling",
     )
     timeout_s: float = option(
         "without any rank ending an action, after which all are ended",

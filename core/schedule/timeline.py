@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsIndex, get_args, overload
 
 import numpy as np
 
@@ -25,6 +25,9 @@ COMPUTE_LANE = "compute"
 them from rank 0, `B>0` and `B<1` are the same for gradients, `dp` holds REDUCE_GRAD, UNSHARD and RESHARD. Where the
 parts of a pair run in turns, a measured step has their collectives too: `F:ep` those of the forward over axis ep,
 `B:tp` those of the backward over tp."""
+
+Source = Literal["predicted", "measured"]
+"""Where a timeline comes from."""
 
 
 def message_lane(direction: Literal["F", "B"], sending: bool, peer: int) -> str:
@@ -150,7 +153,7 @@ class Timeline:
     """Spans of one step and memory over time; `source` distinguishes a prediction from a measurement."""
 
     spans: Spans
-    source: Literal["predicted", "measured"]
+    source: Source
     memory: tuple[MemorySample, ...] = ()
     title: str = ""
 
@@ -158,7 +161,7 @@ class Timeline:
     def from_spans(
         cls,
         spans: Sequence[Span],
-        source: Literal["predicted", "measured"],
+        source: Source,
         memory: Sequence[MemorySample] = (),
         title: str = "",
     ) -> Timeline:
@@ -319,7 +322,7 @@ def _problems(document: Any) -> list[str]:
     if document.get("version") != VERSION:
         return [f"version {document.get('version')!r} is unknown; this program reads version {VERSION}"]
     problems = []
-    if document.get("source") not in ("predicted", "measured"):
+    if document.get("source") not in get_args(Source):
         problems.append(f"source is {document.get('source')!r}, not 'predicted' or 'measured'")
     if not isinstance(document.get("title"), str) or not is_plain(document["title"]):
         problems.append("title must be text of one line")

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from ..base.errors import FileError, ScheduleError, TimelineError
 from ..base.files import read_packed
 from ..base.parsing import parse_json
 from .action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from .timeline import COMPUTE_LANE, Span, Timeline, message_lane
+from .timeline import COMPUTE_LANE, Source, Span, Timeline, message_lane
 
 TRACE_BYTES = 2**30
 """Of one rank's trace: a step of torchtitan with stacks has some 300 MB."""
@@ -24,7 +24,6 @@ SUFFIXES = (".json", ".json.gz")
 _NAMED = re.compile(r"(?:PP:)?(\d.*|\(.*)")
 """An action as torch.distributed.pipelining annotates it (`PP:2F3`), or as we do (`2F3`)."""
 
-_OWN_RANK = re.compile(r"(?:(predicted|measured) )?rank (\d+)")
 _OTHER = ("c10d::", "gloo:", "nccl:", "record_param_comms", "PP:", "ProfilerStep", "autograd::engine")
 """Operations that move data or only enclose others: an action computes from the first to the last of the rest."""
 
@@ -70,9 +69,8 @@ def timeline_of(documents: Mapping[str, Any]) -> Timeline:
     for name, document in documents.items():
         if not is_trace(document):
             raise TimelineError(f"{name}: this is no trace: it has no list traceEvents. Give what a profiler exported.")
-        ranks = _own_ranks(document)
-        if ranks:
-            return _of_ours(document, ranks)
+        if _is_ours(document):
+            return _of_ours(document, name)
         rank = _rank_of(document, name, found)
         found[rank], bases[rank] = _last_step([*_annotated(name, document)]), _base_ns(document)
     if not any(found.values()):
@@ -211,34 +209,44 @@ def _one_by_one(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def _own_ranks(document: Any) -> dict[Any, int]:
-    """Process -> rank of the first timeline in a trace that `draw` wrote."""
-    named: dict[Any, tuple[str, int]] = {}
-    for event in document["traceEvents"]:
-        if isinstance(event, dict) and event.get("ph") == "M" and event.get("name") == "process_name":
-            found = _OWN_RANK.fullmatch(str((event.get("args") or {}).get("name", "")))
-            if found:
-                named[event.get("pid")] = found[1] or "", int(found[2])
-    first = next(iter(named.values()), ("", 0))[0]
-    ranks: dict[Any, int] = {}
-    for process, (source, rank) in named.items():
-        if source == first and rank not in ranks.values():
-            ranks[process] = rank
-    return ranks
+def _is_ours(document: Any) -> bool:
+    """Whether `draw` wrote a trace: it says which process is which rank."""
+    return isinstance(document.get("otherData"), dict) and isinstance(document["otherData"].get("processes"), list)
 
 
-def _of_ours(document: Any, ranks: Mapping[Any, int]) -> Timeline:
-    """The timeline of a trace of ours, in its nanoseconds."""
+def _of_ours(document: Any, name: str) -> Timeline:
+    """The first timeline of a trace that `draw` wrote, in its nanoseconds."""
+    other = document["otherData"]
+    source, ranks = _own_ranks(other["processes"], name)
     lanes = {
         (event.get("pid"), event.get("tid")): str((event.get("args") or {}).get("name", ""))
         for event in document["traceEvents"]
         if isinstance(event, dict) and event.get("ph") == "M" and event.get("name") == "thread_name"
     }
     spans = []
-    for event in _events("trace", document):
+    for event in _events(name, document):
         action = _action(event.name)
         if action is not None and event.thread[0] in ranks and lanes.get(event.thread):
             spans.append(Span(ranks[event.thread[0]], lanes[event.thread], action, event.start_s, event.end_s))
-    other = document.get("otherData")
-    title = other.get("title", "") if isinstance(other, dict) else ""
-    return Timeline.from_spans(spans, "measured", title=title if isinstance(title, str) else "")
+    title = other.get("title", "")
+    return Timeline.from_spans(spans, source, title=title if isinstance(title, str) else "")
+
+
+def _own_ranks(processes: Sequence[Any], name: str) -> tuple[Source, dict[int, int]]:
+    """The source of the first timeline in a trace, and its ranks by process. A rank that comes again, or another
+    source, begins the next timeline."""
+    source: Source | None = None
+    ranks: dict[int, int] = {}
+    for each in processes:
+        process, rank, said = (each.get(key) if isinstance(each, dict) else None for key in ("pid", "rank", "source"))
+        if type(process) is not int or type(rank) is not int or rank < 0 or said not in get_args(Source):
+            raise TimelineError(
+                f"{name}: an entry of otherData.processes has no pid, rank or source that could be read: "
+                f"{str(each)[:80]}. Write the trace again with draw."
+            )
+        if rank in ranks.values() or said != (source or said):
+            break
+        source, ranks[process] = said, rank
+    if source is None:
+        raise TimelineError(f"{name}: otherData.processes names no rank. Write the trace again with draw.")
+    return source, ranks

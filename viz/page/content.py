@@ -16,12 +16,9 @@ from ...core.schedule.action import Kind
 from ...core.schedule.timeline import Timeline
 from ...core.schedule.waits import gaps_of, waits_of
 from ..scene import palette
-from ..scene.axis import TimeUnit, format_time
+from ..scene.axis import TimeUnit
 from ..scene.lanes import chunks_of, compare_lanes, order_note, role_of, sorted_lanes
 from .schedules import Sized, library
-
-FORMAT = "shardproof-page"
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,9 @@ def packed(timelines: Sequence[Timeline], extras: Sequence[Extra], time_unit: Ti
     """The compressed content of a page of timelines; the same bytes for the same timelines."""
     columns: list[np.ndarray] = []
     entries = [_entry(each, extra, columns) for each, extra in zip(timelines, extras, strict=True)]
-    num_chunks = max((entry["num_chunks"] for entry in entries), default=1)
-    return _joined(_header(time_unit, num_chunks, timelines=entries, notes=_notes(timelines, time_unit)), columns)
+    num_chunks = max((entry.pop("num_chunks") for entry in entries), default=1)
+    note = order_note(compare_lanes(*timelines)) if len(timelines) > 1 else ""
+    return _joined(_header(time_unit, num_chunks, timelines=entries, note=note), columns)
 
 
 def packed_schedules(schedules: Sequence[Sized]) -> bytes:
@@ -47,14 +45,12 @@ def packed_schedules(schedules: Sequence[Sized]) -> bytes:
     columns: list[np.ndarray] = []
     known = library(schedules, columns)
     num_chunks = max(each.vpp if each.schedule.num_stages > each.pp else 2 for each in schedules)
-    return _joined(_header("unit", num_chunks, timelines=[], notes=[], library=known), columns)
+    return _joined(_header("unit", num_chunks, timelines=[], note="", library=known), columns)
 
 
 def _header(time_unit: TimeUnit, num_chunks: int, **more: Any) -> dict[str, Any]:
     """What every page knows: names and colours."""
     return {
-        "format": FORMAT,
-        "version": VERSION,
         "unit": time_unit,
         "kinds": [kind.name for kind in Kind],
         "names": {kind.name: name for kind, name in palette.NAMES.items()},
@@ -161,11 +157,3 @@ def _finding(finding: Finding, number: np.ndarray, timeline: Timeline) -> dict[s
         "what": finding.what,
         "hint": finding.hint,
     }
-
-
-def _notes(timelines: Sequence[Timeline], time_unit: TimeUnit) -> list[str]:
-    """Sentences under the title: of a pair the length of both, and whether they did the same."""
-    if len(timelines) < 2:
-        return []
-    lengths = [f"{each.source}: {format_time(each.makespan_s, time_unit)}" for each in timelines]
-    return [*lengths, order_note(compare_lanes(*timelines))]

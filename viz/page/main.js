@@ -61,7 +61,7 @@ class Page {
       const bubble = entry.ranks.length ? `, bubble ${(100 * entry.bubbles[worst]).toFixed(1)}% on rank ${entry.ranks[worst]}` : "";
       return `${entry.source}: ${formatTime(header, entry.makespan_s)}${bubble}`;
     });
-    if (header.notes.length) sentences.push(header.notes[header.notes.length - 1]);
+    if (header.note) sentences.push(header.note);
     element("notes").textContent = sentences.join(" · ");
     const used = new Set();
     for (const entry of header.timelines) for (const kind of entry.kind) used.add(header.kinds[kind]);

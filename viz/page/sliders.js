@@ -82,7 +82,6 @@ class Sliders {
       timelines.push(timelineOf(header, this.settled(at, { F, I, W, send }), { name, title, number, findings }));
     }
     header.timelines = timelines;
-    header.notes = [];
     this.page.load();
   }
 

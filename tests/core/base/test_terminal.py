@@ -19,7 +19,7 @@ import pytest
 
 from helpers.paths import ROOT
 from shardproof.backend.base.step_result import StepResult
-from shardproof.backend.seeing.lines import Lines
+from shardproof.backend.monitoring.lines import Lines
 from shardproof.benchmarks.published.validation.table import Table, to_text
 from shardproof.core.base.terminal import NARROWEST, command_text, fitted, ranking, table, width_of
 from shardproof.core.commands.cli import main

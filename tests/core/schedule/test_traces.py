@@ -27,13 +27,15 @@ def written(folder, rank, events, **more):
 
 def test_a_trace_of_ours_is_the_timeline_it_was_made_of(tmp_path):
     timeline = run_schedule(lower(build("DualPipe", pp=4, num_microbatches=8)), send_s=0.25)
-    again = load(draw(timeline, tmp_path / "step.json.gz"))
+    measured = Timeline.from_spans([*timeline.spans][:3], "measured", title="another")
+    again = load(draw(timeline, tmp_path / "step.json.gz", compare=measured))
 
     def times(of):
         return {(s.global_rank, s.lane, str(s.action)): (s.start_s, s.end_s) for s in of.spans}
 
     expected = {key: pytest.approx(value, abs=1e-9) for key, value in times(timeline).items()}
     assert len(again.spans) == len(timeline.spans) and times(again) == expected
+    assert again.source == "predicted" and load(draw(measured, tmp_path / "run.json")).source == "measured"
 
 
 def test_a_recorded_timeline_is_still_one(tmp_path):
@@ -101,6 +103,14 @@ def test_annotations_of_a_device_count_before_those_of_the_host(tmp_path):
         ({"a.json": "{"}, "this is not JSON"),
         ({"a.json": '{"traceEvents": []}'}, "no event names an action, such as PP:2F3"),
         ({"a.json": '{"traceEvents": [{"ph": "X", "name": 5}]}'}, "an event has no name, ts or dur"),
+        (
+            {"a.json": '{"traceEvents": [], "otherData": {"processes": []}}'},
+            "otherData.processes names no rank",
+        ),
+        (
+            {"a.json": '{"traceEvents": [], "otherData": {"processes": [{"pid": 0, "rank": "0"}]}}'},
+            "no pid, rank or source that could be read",
+        ),
         ({"a.json": '{"traceEvents": []}', "b.json": "{}"}, "b.json: this is no trace"),
         (dict.fromkeys(("a.json", "b.json"), '{"traceEvents": [], "distributedInfo": {"rank": 1}}'), "of rank 1 too"),
     ],

@@ -4,6 +4,7 @@ import io
 import json
 import random
 from dataclasses import replace
+from typing import get_args
 
 import matplotlib.image
 import numpy as np
@@ -16,7 +17,7 @@ from shardproof.core.base.findings import Finding
 from shardproof.core.commands.cli import main
 from shardproof.core.schedule.action import Kind
 from shardproof.core.schedule.timeline import Timeline
-from shardproof.core.schedule.waits import gaps_of, waits_of
+from shardproof.core.schedule.waits import Cause, gaps_of, waits_of
 from shardproof.simulator.engine.critical_path import critical_path
 from shardproof.simulator.engine.graph import build_graph
 from shardproof.viz.page.content import Extra
@@ -282,6 +283,10 @@ def test_sliders_put_every_schedule_into_the_engine_s_time(browser, all_schedule
         assert np.abs(np.array(times) - expected).max() <= 1e-9, (found[at][:4], lasts)
         names.add(found[at].name)
     assert len(names) > 10 and browser.errors == []
+
+
+def test_every_cause_of_idle_time_has_colours():
+    assert list(palette.CAUSES) == list(get_args(Cause))
 
 
 def test_idle_times_of_a_schedule_have_the_causes_that_python_finds(browser, all_schedules):

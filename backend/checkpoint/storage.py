@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie: `FolderShelf`, a folder that all ranks see, and `UrlShelf`, objects at a URL.
+"""Where a run's checkpoints lie: `FolderStorage`, a folder that all ranks see, and `UrlStorage`, objects at a URL.
 
 In a folder a checkpoint is written under another name (`step-00000020.partial`) and renamed when all of it is on the
 disk. A store of objects has no renaming: ranks write to their own disks first, and upload; the index goes last, and
@@ -29,8 +29,8 @@ DAMAGED = ".damaged"
 """The end of the name of a checkpoint that was damaged, once a run has saved another after as many steps."""
 
 
-class Shelf(Protocol):
-    """Of one rank. `prepare`, `publish` and what they remove are the first rank's."""
+class Storage(Protocol):
+    """Of one rank. `prepare`, `commit` and what they remove are the first rank's."""
 
     def prepare(self) -> None:
         """Removes what runs that were ended while they saved or removed have left behind."""
@@ -38,19 +38,19 @@ class Shelf(Protocol):
     def place(self, steps: int) -> Place:
         """Where the checkpoint after so many steps lies when it is whole."""
 
-    def desk(self, steps: int) -> Path:
-        """The folder that this rank writes it into."""
+    def staging(self, steps: int) -> Path:
+        """The folder that this rank writes its files into."""
 
-    def hand_over(self, steps: int, names: Iterable[str]) -> None:
-        """This rank's files are complete on its desk."""
+    def upload_files(self, steps: int, names: Iterable[str]) -> None:
+        """This rank's files are complete in its staging folder: brings them to where all ranks' files lie."""
 
-    def publish(self, steps: int) -> None:
-        """All ranks have handed over, and the index is on the desk: from now on there is this checkpoint, and older
-        ones than are to be kept are no more."""
+    def commit(self, steps: int) -> None:
+        """All ranks' files are there, and the index is in the first rank's staging folder: from now on there is this
+        checkpoint, and older ones than are to be kept are no more."""
 
 
-class FolderShelf:
-    """`Shelf` in a folder; the desk lies in it. `keep` is how many stay, None all."""
+class FolderStorage:
+    """`Storage` in a folder, in which the staging folder lies. `keep` is how many stay, None all."""
 
     def __init__(self, folder: Path, keep: int | None):
         self._folder, self._keep = folder, keep
@@ -68,23 +68,23 @@ class FolderShelf:
         assert isinstance(path, Path), "a folder has paths"
         return path
 
-    def desk(self, steps: int) -> Path:
+    def staging(self, steps: int) -> Path:
         """`step-00000020.partial`, the same for all ranks."""
         path = self.place(steps)
         return path.with_name(path.name + PARTIAL)
 
-    def hand_over(self, steps: int, names: Iterable[str]) -> None:
+    def upload_files(self, steps: int, names: Iterable[str]) -> None:
         """They are where they belong already."""
 
-    def publish(self, steps: int) -> None:
+    def commit(self, steps: int) -> None:
         """Gives the checkpoint its name; one of that name, which was damaged, gets another."""
-        path, desk = self.place(steps), self.desk(steps)
+        path, staging = self.place(steps), self.staging(steps)
         for file in (STATE_FILE, INDEX_FILE):
-            _sync(desk / file)
-        _sync(desk)
+            _sync(staging / file)
+        _sync(staging)
         if path.exists():
             path.rename(_free_name(path.with_name(path.name + DAMAGED)))
-        desk.rename(path)
+        staging.rename(path)
         _sync(self._folder)
         self._remove_old(path)
 
@@ -98,8 +98,8 @@ class FolderShelf:
             shutil.rmtree(removed)
 
 
-class UrlShelf:
-    """`Shelf` at a URL; the desk is a temporary folder of this rank's, which has room for its part."""
+class UrlStorage:
+    """`Storage` at a URL; the staging folder is a temporary one of this rank's, which has room for its part."""
 
     def __init__(self, url: UrlPath, keep: int | None):
         self._url, self._keep = url, keep
@@ -117,19 +117,19 @@ class UrlShelf:
         assert isinstance(path, UrlPath), "a URL has URLs below"
         return path
 
-    def desk(self, steps: int) -> Path:
+    def staging(self, steps: int) -> Path:
         """The same one for every checkpoint: the one before has left it."""
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="checkpoint-"))
         return self._scratch / f"{steps}"
 
-    def hand_over(self, steps: int, names: Iterable[str]) -> None:
+    def upload_files(self, steps: int, names: Iterable[str]) -> None:
         """Uploads the files, and lets go of them here. Raises `OSError` with the object that could not be written."""
         for name in names:
             self._move(steps, name)
         self._leave(steps)
 
-    def publish(self, steps: int) -> None:
+    def commit(self, steps: int) -> None:
         """The index last: a digest of every other object is in it."""
         for name in (STATE_FILE, METADATA_FILE, INDEX_FILE):
             self._move(steps, name)
@@ -142,23 +142,23 @@ class UrlShelf:
             old.remove()
 
     def _leave(self, steps: int) -> None:
-        """Removes the desk when nothing is left on it."""
+        """Removes the staging folder when nothing is left in it."""
         with contextlib.suppress(OSError):
-            self.desk(steps).rmdir()
-            self.desk(steps).parent.rmdir()
+            self.staging(steps).rmdir()
+            self.staging(steps).parent.rmdir()
             self._scratch = None
 
     def _move(self, steps: int, name: str) -> None:
-        file = self.desk(steps) / name
+        file = self.staging(steps) / name
         (self.place(steps) / name).upload(file)
         file.unlink()
 
 
-def shelf_of(folder: str, keep: int | None) -> Shelf:
-    """The shelf that `checkpoint.folder` names. Raises `PlanError` where it cannot be written to."""
+def storage_of(folder: str, keep: int | None) -> Storage:
+    """What keeps checkpoints in `checkpoint.folder`. Raises `PlanError` where it cannot be written to."""
     place = place_of(folder)
     check_writable(place, "checkpoint.folder")
-    return UrlShelf(place, keep) if isinstance(place, UrlPath) else FolderShelf(place, keep)
+    return UrlStorage(place, keep) if isinstance(place, UrlPath) else FolderStorage(place, keep)
 
 
 def _free_name(path: Path) -> Path:

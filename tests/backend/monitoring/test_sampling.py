@@ -11,8 +11,8 @@ import torch
 from helpers.plans import training_plan
 from shardproof import Layout, Trainer
 from shardproof.backend.base.microbatch import Microbatch
+from shardproof.backend.monitoring.sampling import bytes_as_text, sampled
 from shardproof.backend.ranks.training_rank import TrainingRank
-from shardproof.backend.seeing.sampling import bytes_as_text, sampled
 from shardproof.core.base.metrics import read_metrics
 from shardproof.core.plan.log import Log
 

@@ -18,6 +18,7 @@ from ...core.base.errors import FileError, PlanError
 from ...core.base.files import read_lines, write_text
 from ...core.base.metrics import row_in
 from ...core.base.terminal import say
+from ...core.base.urls import is_url
 from ...core.plan.plan import AnyPlan
 from ..base.step_result import StepResult
 from .prediction import Prediction
@@ -36,7 +37,7 @@ def metrics_file(plan: AnyPlan, otherwise: str | None = None) -> str | None:
     if plan.log.file is not None:
         return plan.log.file
     folder = plan.checkpoint.folder
-    return otherwise if folder is None or "://" in folder else str(Path(folder) / IN_CHECKPOINTS)
+    return otherwise if folder is None or is_url(folder) else str(Path(folder) / IN_CHECKPOINTS)
 
 
 def check_place(plan: AnyPlan) -> None:

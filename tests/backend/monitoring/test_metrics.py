@@ -12,8 +12,8 @@ from helpers.paths import DATA
 from helpers.plans import training_plan
 from shardproof import Trainer, simulate
 from shardproof.backend.checkpoint.resume import path_of
-from shardproof.backend.seeing.metrics import check_place, metrics_file
-from shardproof.backend.seeing.prediction import predicted
+from shardproof.backend.monitoring.metrics import check_place, metrics_file
+from shardproof.backend.monitoring.prediction import predicted
 from shardproof.core.base.errors import FileError, PlanError
 from shardproof.core.base.metrics import read_metrics
 from shardproof.core.commands.cli import main

@@ -16,7 +16,7 @@ from typing import Any
 from ...core.layout.stages import StageLayers
 from ...core.plan.plan import AnyPlan
 from ...core.schedule.action import Kind
-from ...core.schedule.timeline import Span
+from ...core.schedule.timeline import Span, holds_parts
 from ..base.recorder import Waits
 from ..transport.base import Transport
 from ..transport.gather_values import gather_values
@@ -107,7 +107,7 @@ def _sums(spans: Iterable[Span], first_stage: int) -> Sums:
     """Seconds of one rank by work; what a lane of collectives has is part of a forward or backward already."""
     found: Sums = {}
     for span in spans:
-        if ":" not in span.lane:
+        if not holds_parts(span.lane):
             work = NAMES[span.action.kind], span.action.stage + first_stage
             found[work] = found.get(work, 0.0) + span.end_s - span.start_s
     return found

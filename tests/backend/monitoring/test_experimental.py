@@ -8,9 +8,9 @@ import pytest
 
 from helpers.plans import training_plan
 from shardproof import Layout, Trainer
-from shardproof.backend.seeing.experimental import USED, experimental_lines
-from shardproof.backend.seeing.header import header_lines
-from shardproof.backend.seeing.shown import Shown
+from shardproof.backend.monitoring.experimental import USED, experimental_lines
+from shardproof.backend.monitoring.header import header_lines
+from shardproof.backend.monitoring.shown import Shown
 from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.cli import main
 from shardproof.core.plan.experimental import FEATURES, Experimental

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.backend.seeing.energy import Energy, gpu_reader, processor_readers
+from shardproof.backend.monitoring.energy import Energy, gpu_reader, processor_readers
 
 
 @pytest.fixture

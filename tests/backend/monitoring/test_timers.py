@@ -10,7 +10,7 @@ import pytest
 from helpers.plans import training_plan
 from shardproof import Layout, Trainer
 from shardproof.backend.base.observe import Observer
-from shardproof.backend.seeing.stragglers import Stragglers, straggler_line
+from shardproof.backend.monitoring.stragglers import Stragglers, straggler_line
 from shardproof.core.base.metrics import read_metrics
 from shardproof.core.plan.log import Log
 

@@ -12,10 +12,10 @@ import pytest
 
 from shardproof.backend import cli
 from shardproof.backend.base.step_result import StepResult
-from shardproof.backend.seeing.lines import Lines
-from shardproof.backend.seeing.live import Live
-from shardproof.backend.seeing.metrics import row_of
-from shardproof.backend.seeing.prediction import Prediction
+from shardproof.backend.monitoring.lines import Lines
+from shardproof.backend.monitoring.live import Live
+from shardproof.backend.monitoring.metrics import row_of
+from shardproof.backend.monitoring.prediction import Prediction
 
 
 def result(step, **more):
