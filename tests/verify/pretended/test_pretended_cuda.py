@@ -170,7 +170,9 @@ def rank(number):
         kept = [each[0].item() if isinstance(each, torch.Tensor) else each for each in kept]
         assert kept == 3 * [3.0, 3.0, [1.0, 2.0], 5.0, 5.0, [2.0, 3.0]], kept
         rooms = [group.room(like, 8).untyped_storage().nbytes() for group in groups]
-        small = [group.room(like, 8).data_ptr() == group.room(like, 8).data_ptr() for group in groups]
+        # both are held: memory that was let go of may be given out again at the same address
+        twice = [(group.room(like, 8), group.room(like, 8)) for group in groups]
+        small = [first.data_ptr() == second.data_ptr() for first, second in twice]
         found[number] = small, group.room(like, 9).shape, transport.notes
 
 threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]
