@@ -433,7 +433,7 @@ def run_steps(
     first, stopped_by = 0, None
     if checkpoints is not None:
         first = 0 if resume is None else checkpoints.restore(place_of(resume), rank)
-        stopped_by = checkpoints.before_steps(first, transport.stop)
+        stopped_by = checkpoints.before_steps(first, rank, transport.stop)
     rank.show_state(first - 1)
     if save_huggingface is not None:
         check_complete(only_model(plan, "save_huggingface"), rank.saved_shards, world, transport.device)
@@ -465,7 +465,7 @@ def run_steps(
                 on_step(result)
             log.step(result, spans, sampled(rank, plan, world, step + 1, decode=decode))
             if checkpoints is not None:
-                stopped_by = checkpoints.after_step(step + 1, rank, transport.stop, last=step + 1 == steps)
+                stopped_by = checkpoints.after_step(step + 1, rank, last=step + 1 == steps)
             if stopped_by is not None:
                 break
     rank.settle()

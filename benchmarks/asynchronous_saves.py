@@ -77,6 +77,7 @@ def measure(transport: Transport, payload: tuple[Plan, int]) -> tuple[int, Found
     for turn in range(1 + ROUNDS):
         for kind, checkpoints in savers.items():
             begun, inside_s = number, 0.0
+            checkpoints.before_steps(number, rank, transport.stop)
             transport.everyone.barrier()
             started = {clock: now() for clock, now in CLOCKS.items()}
             for step in range(between):
@@ -85,7 +86,7 @@ def measure(transport: Transport, payload: tuple[Plan, int]) -> tuple[int, Found
                 if kind != "none":  # due at the first step of a round: all of it is over within the round
                     steps = begun + between if step == 0 else begun + 1
                     own_s = time.monotonic()
-                    checkpoints.after_step(steps, rank, transport.stop, last=False)
+                    checkpoints.after_step(steps, rank, last=False)
                     inside_s += time.monotonic() - own_s
             if turn:
                 for clock, now in CLOCKS.items():

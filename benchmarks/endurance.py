@@ -1,14 +1,18 @@
 """Whether training grows: many steps of `shardproof train` as a user starts it, its processes watched through /proc.
 
-    python benchmarks/endurance.py [--steps 2000] [--growth-bytes 1048576] [--json] [-- OPTIONS OF TRAIN]
+    python benchmarks/endurance.py [--steps 2000] [--everything] [--growth-bytes 1048576] [--json] [-- OPTIONS OF TRAIN]
 
-Two ranks of a small model in shared memory unless options of `train` are given. At a hundred places of the run
-the command, the server of ranks and every rank are asked for their resident bytes, the shared ones among them, what
-they map of memfds and /dev/shm, their open files and threads. The first fifth of the run is left out: caches fill in
-it. Printed are the first, the middle and the last value, and the slope a step by the median of all pairs of values
-(Theil 1950, Sen 1968), which no single value moves. Exit code 1 where a process has more open files, threads or shared
-memory in the last tenth than in the first one that counts, where its slope over all steps is more resident bytes than
-`--growth-bytes`, or where something of this program stays in /dev/shm. Numbers are in docs/measurements.md.
+Two ranks of a small model in shared memory unless options of `train` are given. `--everything` adds what a long run
+has: a batch that is ramped up, a WSD schedule, a blend of two token files with packed documents, held-out losses,
+metrics, timers, and every twentieth of the run a checkpoint that is written meanwhile, of which two are kept.
+
+At a hundred places of the run the command, the server of ranks and every rank are asked for their resident bytes, the
+shared ones among them, what they map of memfds and /dev/shm, their open files and threads. The first fifth of the run
+is left out: caches fill in it. Printed are the first, the middle and the last value, and the slope a step by the median
+of all pairs of values (Theil 1950, Sen 1968), which no single value moves. Exit code 1 where a process has more open
+files, threads or shared memory in the last tenth than in the first one that counts, where its slope over all steps is
+more resident bytes than `--growth-bytes`, where something of this program stays in /dev/shm, or where checkpoints or
+lines of metrics are not as many as `--everything` should leave. Numbers are in docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from itertools import combinations
@@ -26,9 +31,46 @@ from pathlib import Path
 from statistics import median
 
 PLAN = ("--model", "tiny-llama", "--tp", "2", "--dtype", "fp32", "--transport", "shm")
+KEPT = 2
+"""Checkpoints that stay with `--everything`."""
 NUM_SAMPLES = 100
 WARM_UP = NUM_SAMPLES // 5
 SHARED = Path("/dev/shm")
+
+
+def everything(folder: Path, steps: int) -> list[str]:
+    """Options of `train` that switch on what a long run has; its data, checkpoints and metrics lie in `folder`."""
+    for name, words in (("news", 5), ("books", 90)):
+        documents = [" ".join(f"{name}{(i * j) % 997}" for j in range(1 + i % words)) for i in range(3000)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+        command = [sys.executable, "-m", "shardproof", "tokenize", str(folder / f"{name}.jsonl"), "--append-eod"]
+        subprocess.run([*command, "--tokenizer", "bytes", "-o", str(folder / name)], check=True, capture_output=True)
+    settings = {
+        "batch.global": 8,
+        "batch.rampup": [4, 2, 3 * steps],
+        "optimizer.schedule": "wsd",
+        "optimizer.warmup_steps": steps // 20,
+        "optimizer.decay_steps": steps,
+        "optimizer.wsd_decay_steps": steps // 5,
+        "optimizer.wsd_decay": "minus_sqrt",
+        "train.data": f"0.3 {folder / 'news'} 0.7 {folder / 'books'}",
+        "train.packed": "true",
+        "train.eval_every": steps // 20,
+        "checkpoint.folder": folder / "saved",
+        "checkpoint.every": steps // 20,
+        "checkpoint.keep": KEPT,
+        "log.timers": 2,
+    }
+    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+
+
+def left_undone(folder: Path, steps: int) -> list[str]:
+    """What `everything` should have left in its folder, and has not."""
+    saved = sorted(path.name for path in (folder / "saved").iterdir() if path.name.startswith("step-"))
+    lines = len((folder / "saved" / "metrics.jsonl").read_text().splitlines())
+    wanted = [f"step-{number:08d}" for number in (steps - steps // 20, steps)]
+    wrong = [] if saved == wanted else [f"checkpoints {saved} instead of {wanted}"]
+    return wrong + ([] if lines >= steps else [f"{lines} lines of metrics of {steps} steps"])
 
 
 @dataclass(frozen=True)
@@ -134,6 +176,7 @@ def main() -> int:
     """Trains, prints the courses, and says by its exit code whether one grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--everything", action="store_true")
     parser.add_argument("--growth-bytes", type=int, default=1 << 20)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("options", nargs="*", help="of `shardproof train`, after `--`")
@@ -141,11 +184,18 @@ def main() -> int:
     if args.steps < 5 * NUM_SAMPLES:
         parser.error(f"--steps {args.steps}: slopes need {NUM_SAMPLES} samples. Use at least {5 * NUM_SAMPLES}.")
     before = {each.name for each in SHARED.iterdir()}
-    samples = list(watched(args.steps, args.options or PLAN))
+    options, undone = list(args.options or PLAN), []
+    with tempfile.TemporaryDirectory(prefix="endurance-") as folder:
+        if args.everything:
+            options += everything(Path(folder), args.steps)
+        samples = list(watched(args.steps, options))
+        if args.everything:
+            undone = left_undone(Path(folder), args.steps)
     found = courses(samples[WARM_UP:], args.growth_bytes)
     left = sorted(each.name for each in SHARED.iterdir() if each.name not in before and "shardproof" in each.name)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     grows = [f"{each.process}: {each.quantity}" for each in found if each.grows] + [f"{SHARED / name}" for name in left]
+    grows += undone
     if args.json:
         report = {"steps": args.steps, "courses": [asdict(each) for each in found], "left": left, "grows": grows}
         print(json.dumps(report | {"processor_s": used.ru_utime + used.ru_stime}))

@@ -30,6 +30,7 @@ from ..transport.gather_values import gather_values, run_on_all
 from ..watch.stop import StopRequest
 from ..watch.watch import RankWatch
 from .background import PendingSave, Snapshots, Task
+from .question import DONE, LATE, UNDER_WAY, Answer, asked
 from .resume import (
     NoneWholeError,
     Saved,
@@ -47,9 +48,6 @@ from .whole import STATE_FILE, STATE_FORMAT, has_index, quick_damages, steps_of
 
 if TYPE_CHECKING:
     from ..ranks.training_rank import TrainingRank
-
-UNDER_WAY, DONE, LATE = 0, 1, 2
-"""How a rank's part of a checkpoint is getting on."""
 
 
 class Checkpoints:
@@ -154,33 +152,33 @@ class Checkpoints:
         ]
         return [f"{saved.path} was saved on another machine ({'; '.join(other)}): bits may differ."] if other else []
 
-    def after_step(self, steps: int, rank: TrainingRank, stop: StopRequest, *, last: bool) -> str | None:
+    def before_steps(self, steps: int, rank: TrainingRank, stop: StopRequest) -> str | None:
+        """The name of the signal that came to a rank before training went on after so many steps. From now on every
+        step of the `rank` asks for the next one."""
+        rank.asks = lambda: asked(self._world, self._device, stop.number, self._progress())
+        number = Answer.of(rank.asks().tolist()).signal
+        return self._stopped(steps, number) if number else None
+
+    def after_step(self, steps: int, rank: TrainingRank, *, last: bool) -> str | None:
         """What is to be done after so many steps: saves where that is due, takes a checkpoint further that is on its
         way, and saves what there is when a rank was asked to stop. All is on the disk after the last step, and when the
         run is to be left: the signal's name says that. Raises on every rank what went wrong with a checkpoint."""
-        number, all_done = self._agreed(stop)
-        stops = number and not last
-        if all_done:
+        answer = Answer.of(rank.answers)
+        stops = bool(answer.signal) and not last
+        if answer.any_late:
+            self._check_in_time(self._states())
+        if answer.all_done:
             self._advance()
         if last or stops or self._is_due(steps):
             self.begin(steps, pieces_of(rank), snapshot=self._plan.checkpoint.asynchronous and not (last or stops))
         if not self._plan.checkpoint.asynchronous or last or stops:
             self.finish()
-        return self._stopped(steps, number) if stops else None
+        return self._stopped(steps, answer.signal) if stops else None
 
-    def before_steps(self, steps: int, stop: StopRequest) -> str | None:
-        """The name of the signal that came to a rank before training went on after so many steps."""
-        number, _ = self._agreed(stop)
-        return self._stopped(steps, number) if number else None
-
-    def _agreed(self, stop: StopRequest) -> tuple[int, bool]:
-        """The signal that the first rank to have one was sent, 0 for none, and whether every rank has done its part of
-        what is on its way."""
-        own = torch.tensor([stop.number, self._progress()], dtype=torch.int64, device=self._device)
-        said = [each.tolist() for each in self._world.all_gather(own)]
-        states = [state for _, state in said]
-        self._check_in_time(states)
-        return next((number for number, _ in said if number), 0), all(state == DONE for state in states)
+    def _states(self) -> list[int]:
+        """How the parts of all ranks are getting on; the host waits for it."""
+        own = torch.tensor([self._progress()], dtype=torch.int64, device=self._device)
+        return [int(state) for state in self._world.all_gather(own)]
 
     def _progress(self) -> int:
         """How this rank's part of what is on its way is getting on."""
@@ -246,8 +244,7 @@ class Checkpoints:
             pending = self._pending
             limit_s = self._plan.checkpoint.timeout_s - pending.task.elapsed_s
             run_on_all(self._world, self._device, partial(pending.task.wait, limit_s), watch=self._watch, name="save")
-            own = torch.tensor([self._progress()], dtype=torch.int64, device=self._device)
-            states = [int(state) for state in self._world.all_gather(own)]
+            states = self._states()
             self._check_in_time(states)
             if all(state == DONE for state in states):
                 self._advance()

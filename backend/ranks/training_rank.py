@@ -73,6 +73,9 @@ from .observation import Observation
 from .orthogonalised import open_muon
 from .totals import Totals
 
+NUM_TOTALS = 4
+"""Loss, norm, what routers add to the loss, and multi-token prediction's loss."""
+
 
 class TrainingRank:
     """One rank of a training run. All ranks of the plan's world make the same calls in the same order."""
@@ -206,6 +209,10 @@ class TrainingRank:
         )
         # By stage the sums that `_early` or REDUCE_GRAD made, until STEP takes them.
         self._reduced: dict[int, Mapping[str, Tensor]] = {}
+        self.asks: Callable[[], Tensor] | None = None
+        """Makes further numbers on the device, fp64 [n], in STEP: the host reads them with those of the step, and has
+        them in `answers` afterwards."""
+        self.answers: list[float] = []
 
     def _host_state(self) -> Callable[[], None]:
         """What brings back the host's side of a walk, as it is now: which sums STEP takes. For replays of it."""
@@ -506,6 +513,8 @@ class TrainingRank:
         norm = self.totals.norm(self.optimizer.held, gradients) * share
         loss = self.totals.mean_loss(token_losses, num_counted)
         totals = torch.stack([loss, norm, self.totals.mean_aux_loss(), self.totals.mean_mtp_loss(num_counted)])
+        if self.asks is not None:
+            totals = torch.cat([totals, self.asks()])
         skip = ~norm.isfinite() if self.skips_not_finite else ~(norm.isfinite() & loss.isfinite())
         observed = self._observation
         if observed is not None:
@@ -529,8 +538,11 @@ class TrainingRank:
         return loss_value, norm_value, aux_loss, mtp_loss
 
     def _read(self, step: int, totals: Tensor, gradients: Sequence[Tensor]) -> Sequence[float]:
-        """Loss, norm, and what is added to the loss, which the host waits for. Raises `DivergedError`."""
-        loss, norm, *_ = numbers = totals.tolist()
+        """Loss, norm, and what is added to the loss, which the host waits for, and with them for `answers`. Raises
+        `DivergedError`."""
+        read = totals.tolist()
+        loss, norm, *_ = numbers = read[:NUM_TOTALS]
+        self.answers = read[NUM_TOTALS:]
         if not ((math.isfinite(loss) and math.isfinite(norm)) or self._is_borne(numbers) or self.skips_not_finite):
             raise DivergedError(self._diverged(step, loss, norm, gradients))
         return numbers

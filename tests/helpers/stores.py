@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -19,6 +19,24 @@ def s3_server() -> Iterator[int]:
         yield server.get_host_and_port()[1]
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def bucket(set_environment: Callable[[str, str], None]) -> Iterator[BreakingWay]:
+    """A way to a server with a bucket `bucket`, which s3fs finds by variables of the environment."""
+    import s3fs
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        set_environment(name, "testing")
+    set_environment("AWS_DEFAULT_REGION", "us-east-1")
+    with s3_server() as port:
+        way = BreakingWay(port, num_cuts=0, after_bytes=2_000)
+        set_environment("AWS_ENDPOINT_URL", f"http://127.0.0.1:{way.port}")
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem().makedirs("bucket", exist_ok=True)
+        yield way
+        s3fs.S3FileSystem.clear_instance_cache()
+        way.close()
 
 
 class BreakingWay:
