@@ -8,10 +8,9 @@ import socket
 import pytest
 
 pytest.importorskip("moto.server", reason="pip install 'shardproof[test]' brings the server")
-import s3fs
 
 from helpers.plans import training_plan
-from helpers.stores import BreakingWay, s3_server
+from helpers.stores import breaking_store
 from shardproof import Trainer
 from shardproof.backend.base import urls
 from shardproof.backend.base.urls import UrlPath, place_of
@@ -39,18 +38,8 @@ def losses(plan: Plan, resume: str | None = None) -> list[float]:
 @pytest.fixture
 def way(monkeypatch):
     """A way to a server with a bucket `bucket`, which breaks when it is asked to."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(urls, "FIRST_PAUSE_S", 0.01)
-    with s3_server() as port:
-        way = BreakingWay(port, num_cuts=0, after_bytes=2_000)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{way.port}")
-        s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().makedirs("bucket", exist_ok=True)
+    with breaking_store(monkeypatch) as way:
         yield way
-        s3fs.S3FileSystem.clear_instance_cache()
-        way.close()
 
 
 def test_a_run_saves_to_s3_and_goes_on_from_there_under_another_layout_though_transfers_break(way, tmp_path):
