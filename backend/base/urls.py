@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...core.base.errors import MissingExtraError, PlanError
+from ...core.base.errors import FileError, MissingExtraError, PlanError, ShardproofError
 from ...core.base.urls import is_url
 
 T = TypeVar("T")
@@ -21,8 +21,19 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 """Pauses double from try to try: some 3 s in all before a place is given up."""
 READ_ONLY = frozenset({"http", "https"})
 
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ImportError)
+_FINAL = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    NotImplementedError,
+    ImportError,
+    ShardproofError,
+)
 """What another try would not change."""
+
+_VERSION_FIELDS = ("ETag", "etag", "md5", "crc32c", "generation", "LastModified", "last_modified", "mtime", "created")
+"""Where stores say which version of an object it is; each has some of them."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,15 @@ class UrlPath:
         """`s3` of `s3://bucket/run`."""
         return self.url.partition("://")[0].lower()
 
+    @property
+    def suffix(self) -> str:
+        """The end of the name from its last dot on, as `Path` has it."""
+        return posixpath.splitext(self.name)[1]
+
+    def with_suffix(self, suffix: str) -> UrlPath:
+        """The place with another end of its name."""
+        return UrlPath(self.url[: len(self.url) - len(self.suffix)] + suffix)
+
     def with_name(self, name: str) -> UrlPath:
         """Another place next to it."""
         return self.parent / name
@@ -59,6 +79,10 @@ class UrlPath:
     def exists(self) -> bool:
         """Whether there is an object, or objects below."""
         return bool(self._try("look for", lambda system, path: system.exists(path)))
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this very name."""
+        return bool(self._try("look for", lambda system, path: _anew(system).isfile(path)))
 
     def is_dir(self) -> bool:
         """Whether there are objects below. An object store has no folders that are empty."""
@@ -85,6 +109,38 @@ class UrlPath:
         if num_bytes == 0:
             return b""
         return bytes(self._try("read", lambda system, path: system.cat_file(path, start=first, end=first + num_bytes)))
+
+    def read_all(self, first: int, num_bytes: int) -> bytes:
+        """So many bytes from `first` on. Raises `OSError` where the object ends before, and `FileError` for a server
+        that gives more than it is asked for."""
+
+        def get(system: Any, path: str) -> bytes:
+            content = bytes(system.cat_file(path, start=first, end=first + num_bytes))
+            if len(content) > num_bytes:
+                raise FileError(
+                    f"{self.url}: its server gives {len(content)} bytes where {num_bytes} are asked for, so it has no "
+                    "ranges. Copy the data to a disk, or to a server that has them."
+                )
+            if len(content) < num_bytes:
+                raise OSError(f"it gave {len(content)} bytes of {num_bytes}")
+            return content
+
+        return self._try("read", get) if num_bytes else b""
+
+    def version(self) -> str:
+        """What tells this version of an object from others, as far as its store says. Raises `OSError` where there is
+        none."""
+        info = self._try("look at", lambda system, path: _anew(system).info(path))
+        return " ".join(f"{name}={info[name]}" for name in ("size", *_VERSION_FIELDS) if info.get(name) is not None)
+
+    def files(self) -> list[UrlPath]:
+        """All objects below, in the order of their names. Raises `OSError`."""
+
+        def find(system: Any, path: str) -> list[UrlPath]:
+            found = sorted(each[len(path.rstrip("/")) :].strip("/") for each in _anew(system).find(path))
+            return [self / name for name in found]
+
+        return self._try("list", find)
 
     def upload(self, file: Path) -> None:
         """Makes the object from a file: object stores show it when it is whole. Raises `OSError`."""
@@ -116,6 +172,8 @@ class UrlPath:
 
 Place = Path | UrlPath
 """Where something lies."""
+AnyPlace = TypeVar("AnyPlace", Path, UrlPath, Place)
+"""A place of one kind, of which others of the kind are made."""
 
 
 def place_of(text: str) -> Place:
@@ -148,6 +206,12 @@ def retried(work: Callable[[], T], what: str) -> T:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     raise AssertionError("the last try returns or raises")
+
+
+def _anew(system: Any) -> Any:
+    """A file system that looks again at what it has seen before."""
+    system.invalidate_cache()
+    return system
 
 
 def _system_of(url: str) -> tuple[Any, str]:

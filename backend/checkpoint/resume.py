@@ -196,8 +196,8 @@ def problem_of(plan: AnyPlan) -> dict[str, dict[str, Any]]:
         "train": {
             name: value
             for name, value in asdict(plan.train).items()
-            if name not in ("steps", "data", "validation_data", "load", "timeout_s", "setup_timeout_s", "eval_every")
-            and not name.startswith("sample_")
+            if name not in ("steps", "validation_data", "load", "timeout_s", "setup_timeout_s", "eval_every")
+            and not name.startswith(("sample_", "data"))
         },
     }
     return dict(json.loads(json.dumps(sections)))

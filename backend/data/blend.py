@@ -80,6 +80,11 @@ class Blend:
         named = " ".join(f"{share}:{part.fingerprint}" for share, part in zip(self.shares, self.parts, strict=True))
         return hashlib.sha256(f"blend {named}".encode()).hexdigest()
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether samples are read over a network."""
+        return any(part.is_remote for part in self.parts)
+
     def windows(self, numbers: np.ndarray, sequence: int, seed: int | None) -> tuple[Tensor, Tensor]:
         """As `Samples.windows`."""
         rows = [(at, part.windows(own, sequence, seed)) for part, at, own in self._chosen(numbers)]

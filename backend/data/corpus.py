@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ...core.plan.data_names import named_data
 from ...core.plan.plan import Plan
+from ..base.url_cache import USUAL_CACHE, UrlCache
 from .blend import Blend, shares_of
 from .stream import Samples, Stream
 from .text_streams import text_streams
-from .token_files import token_file_of
+from .token_files import cache_of, open_tokens, token_file_of
 from .token_streams import token_streams
 
 
@@ -43,19 +44,36 @@ class Corpus:
         in_bytes = isinstance(self.train, Stream) and self.train.in_memory
         return {"bytes" if in_bytes else "tokens": self.train.num_tokens, "sha256": self.fingerprint}
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether training samples are read over a network."""
+        return self.train.is_remote
+
     @classmethod
     def of(cls, plan: Plan) -> Corpus:
         """The data of a plan, whose ids are checked to be ids of its model as they are read. Raises as `load` does."""
         train = plan.train
         num_ids = plan.model.vocab_size - plan.model.padding_rows
-        return cls.load(train.data, split=train.split, validation_data=train.validation_data, num_ids=num_ids)
+        return cls.load(
+            train.data,
+            split=train.split,
+            validation_data=train.validation_data,
+            num_ids=num_ids,
+            cache=cache_of(plan.train),
+        )
 
     @classmethod
     def load(
-        cls, data: str, *, split: str | None = None, validation_data: str | None = None, num_ids: int | None = None
+        cls,
+        data: str,
+        *,
+        split: str | None = None,
+        validation_data: str | None = None,
+        num_ids: int | None = None,
+        cache: UrlCache = USUAL_CACHE,
     ) -> Corpus:
         """The corpus that `[train] data` names: `python-stdlib`, a text file, a folder of files (read recursively, by
-        name), a token file, or several with weights.
+        name), a token file, or several with weights. What lies at a URL is read through `cache`.
 
         What is for validation is `validation_data`; else the share of the documents that `split` says; else every tenth
         document of a text and the last tenth of a token file's, or the last tenth of the tokens when there are fewer
@@ -63,9 +81,9 @@ class Corpus:
         """
         if validation_data is not None:
             split = "1"  # all of it
-        train, validation = _samples(data, lambda name: _streams(name, split, num_ids))
+        train, validation = _samples(data, lambda name: _streams(name, split, num_ids, cache))
         if validation_data is not None:
-            validation, _ = _samples(validation_data, lambda name: _streams(name, split, num_ids, "validation"))
+            validation, _ = _samples(validation_data, lambda name: _streams(name, split, num_ids, cache, "validation"))
         return cls(data, train, validation)
 
     def batch(self, first_sample: int, last_sample: int, sequence: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -104,10 +122,14 @@ class Corpus:
         return self.validation.padded(np.arange(first_sample, last_sample), sequence, None, fill)
 
 
-def _streams(name: str, split: str | None, num_ids: int | None, what: str = "training") -> tuple[Stream, Stream]:
+def _streams(
+    name: str, split: str | None, num_ids: int | None, cache: UrlCache, what: str = "training"
+) -> tuple[Stream, Stream]:
     """One source's tokens for training and for validation."""
-    file = token_file_of(name)
-    return text_streams(name, split, what) if file is None else token_streams(name, file, split, what, num_ids)
+    path = token_file_of(name)
+    if path is None:
+        return text_streams(name, split, what, cache)
+    return token_streams(name, open_tokens(path, cache), split, what, num_ids)
 
 
 def _samples(data: str, streams: Callable[[str], tuple[Stream, Stream]]) -> tuple[Samples, Samples]:

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ...core.base.errors import FileError
+from ..base.urls import Place
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEAD = struct.Struct("<9sQBQQ")
@@ -63,15 +64,16 @@ class MegatronIndex:
         return self._token_of(sequence - 1) + int(self.lengths[-1]) if sequence else 0
 
 
-def read_index(path: Path) -> MegatronIndex:
-    """The index in a file, memory-mapped and checked: sizes, sequences without gaps, documents in order.
+def read_index(file: Path, named: Place | None = None) -> MegatronIndex:
+    """The index in a file, memory-mapped and checked: sizes, sequences without gaps, documents in order. `named` is
+    what messages call it, where the file is a copy.
 
     Raises `FileError` where it is no such file or is damaged, `OSError` where it cannot be opened.
     """
-    size = path.stat().st_size
+    path, size = named or file, file.stat().st_size
     if size < _HEAD.size:
         raise _damaged(path, f"it has {size} bytes and its head alone {_HEAD.size}")
-    content = np.memmap(path, dtype=np.uint8, mode="r")
+    content = np.memmap(file, dtype=np.uint8, mode="r")
     magic, version, code, num_sequences, num_indices = _HEAD.unpack(bytes(content[: _HEAD.size]))
     if magic != MAGIC or version != VERSION:
         raise FileError(
@@ -112,7 +114,7 @@ def _places(num_sequences: int, num_indices: int, size: int) -> Iterator[tuple[i
     yield lo, size, "i1"
 
 
-def _dtype(path: Path, code: int) -> np.dtype:
+def _dtype(path: Place, code: int) -> np.dtype:
     if code not in TYPES or not issubclass(kind := TYPES[code], np.integer):
         whole = ", ".join(f"{each} ({np.dtype(kind).name})" for each, kind in TYPES.items() if each < 6 or each == 8)
         raise FileError(f"{path}: its tokens are of the type with code {code}. Tokens are of one of {whole}.")
@@ -140,5 +142,5 @@ def _problems(index: MegatronIndex) -> Iterator[str]:
             yield "a document begins before the one before it"
 
 
-def _damaged(path: Path, why: str) -> FileError:
+def _damaged(path: Place, why: str) -> FileError:
     return FileError(f"{path} is damaged: {why}. Copy it again, or write it anew with `shardproof tokenize`.")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...core.base.errors import PlanError
 from .order import shuffled
+from .remote_tokens import RemoteTokens, Tokens, rows_of
 
 
 class Samples(Protocol):
@@ -31,6 +32,10 @@ class Samples(Protocol):
     @property
     def fingerprint(self) -> str:
         """SHA-256 in hexadecimal that tells whether samples are the same."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether samples are read over a network."""
 
     def windows(self, numbers: np.ndarray, sequence: int, seed: int | None) -> tuple[Tensor, Tensor]:
         """`(tokens, targets)`: windows of `sequence` tokens; targets are one token ahead."""
@@ -47,14 +52,14 @@ class Samples(Protocol):
 class Stream:
     """Tokens of one text or token file. `name` is what the plan called it and `what` it is for: training or validation.
 
-    `ids` is a read-only array of whole numbers, [num_tokens], in memory or mapped (then `in_memory` is false, and
-    ids are checked to be below `num_ids` as they are read). `find_starts` gives where documents begin, ascending from
-    0, None where nobody knows; `digest` the fingerprint. Both are asked when they are first needed.
+    `ids` is a read-only array of whole numbers, [num_tokens], in memory, or mapped or at a URL (then `in_memory` is
+    false, and ids are checked to be below `num_ids` as they are read). `find_starts` gives where documents begin,
+    ascending from 0, None where nobody knows; `digest` the fingerprint. Both are asked when they are first needed.
     """
 
     name: str
     what: str
-    ids: np.ndarray
+    ids: Tokens
     find_starts: Callable[[], np.ndarray | None]
     digest: Callable[[], str]
     in_memory: bool = True
@@ -70,6 +75,11 @@ class Stream:
         """SHA-256 in hexadecimal that tells whether samples are the same."""
         return self.digest()
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether samples are read over a network."""
+        return isinstance(self.ids, RemoteTokens)
+
     @functools.cached_property
     def starts(self) -> np.ndarray:
         """Where documents begin, int64, ascending from 0. Raises `PlanError` where nobody knows."""
@@ -83,8 +93,10 @@ class Stream:
     def windows(self, numbers: np.ndarray, sequence: int, seed: int | None) -> tuple[Tensor, Tensor]:
         """As `Samples.windows`. Raises `PlanError` when there is no window, and for ids that the model has not."""
         samples = np.empty((len(numbers), sequence + 1), dtype=np.int64)
-        for row, window in enumerate(self._chosen(numbers, sequence, seed).tolist()):
-            samples[row] = self.ids[window * sequence : (window + 1) * sequence + 1]
+        chosen = self._chosen(numbers, sequence, seed).tolist()
+        spans = [(window * sequence, (window + 1) * sequence + 1) for window in chosen]
+        for row, tokens in enumerate(rows_of(self.ids, spans)):
+            samples[row] = tokens
         self._check(samples)
         whole = torch.from_numpy(samples)
         return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
@@ -101,9 +113,11 @@ class Stream:
         all are, and for ids that the model has not."""
         documents = self._whole_documents
         tokens, targets = (np.full((len(numbers), sequence), fill, dtype=np.int64) for _ in range(2))
-        for row, (lo, hi) in enumerate(documents[_in_order(numbers, len(documents), seed, self.in_memory)].tolist()):
-            size = min(hi - 1 - lo, sequence)
-            tokens[row, :size], targets[row, :size] = self.ids[lo : lo + size], self.ids[lo + 1 : lo + 1 + size]
+        chosen = documents[_in_order(numbers, len(documents), seed, self.in_memory)].tolist()
+        spans = [(lo, min(hi, lo + sequence + 1)) for lo, hi in chosen]
+        for row, ids in enumerate(rows_of(self.ids, spans)):
+            size = len(ids) - 1
+            tokens[row, :size], targets[row, :size] = ids[:-1], ids[1:]
         self._check(tokens, targets)
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pydoc_data.topics
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.base.errors import PlanError
 from ...core.plan.data_names import STDLIB
+from ..base.url_cache import USUAL_CACHE, UrlCache, asked_for
+from ..base.urls import Place, UrlPath, place_of
 
 VOCABULARY_SIZE = 256
 """Tokens are bytes."""
@@ -28,12 +30,13 @@ STDLIB_SOURCES = tuple(_NAMES.split())
 written at build time."""
 
 
-def documents_of(data: str) -> list[bytes]:
-    """The documents of `python-stdlib`, of a text file (one), or of a folder of files (read recursively, by name).
+def documents_of(data: str, cache: UrlCache = USUAL_CACHE) -> list[bytes]:
+    """The documents of `python-stdlib`, of a text file (one), or of a folder of files (read recursively, by name). What
+    lies at a URL is fetched to `cache`.
 
     Raises `PlanError` when there is no such file or nothing in it.
     """
-    found = _stdlib_documents() if data == STDLIB else _documents(Path(data))
+    found = _stdlib_documents() if data == STDLIB else _documents(place_of(data), cache)
     if not any(found):
         raise PlanError(
             f"train.data={data!r} holds no text: {len(found)} files, 0 bytes. Use a text file, or {STDLIB!r}."
@@ -41,13 +44,16 @@ def documents_of(data: str) -> list[bytes]:
     return found
 
 
-def _documents(path: Path) -> list[bytes]:
+def _documents(path: Place, cache: UrlCache) -> list[bytes]:
     """The text of a file, or of all files under a folder in the order of their names; hidden ones are left out."""
+    if isinstance(path, UrlPath):
+        with asked_for(path):
+            return _read(path, [path] if path.is_file() else _below(path), cache)
     if path.is_dir():
         names = (
             name for name in path.rglob("*") if not any(part.startswith(".") for part in name.relative_to(path).parts)
         )
-        files: Iterable[Path] = sorted(
+        files: Sequence[Path] = sorted(
             (name for name in names if name.is_file()), key=lambda name: name.relative_to(path).as_posix()
         )
     elif path.is_file():
@@ -57,13 +63,25 @@ def _documents(path: Path) -> list[bytes]:
             f"train.data={str(path)!r} is no file and no folder (looked in {Path.cwd()}). Use a text "
             f"file, or {STDLIB!r}."
         )
+    return _read(path, files, cache)
+
+
+def _below(folder: UrlPath) -> list[UrlPath]:
+    """The objects below a URL in the order of their names; hidden ones are left out."""
+    below = {each.url[len(folder.url) + 1 :]: each for each in folder.files()}
+    if not below:
+        raise PlanError(f"train.data={str(folder)!r} is no object and there is none below. Use the URL of a text.")
+    return [each for name, each in sorted(below.items()) if not any(part.startswith(".") for part in name.split("/"))]
+
+
+def _read(path: Place, files: Sequence[Place], cache: UrlCache) -> list[bytes]:
     if pair := next((file for file in files if file.suffix == ".idx" and file.with_suffix(".bin").is_file()), None):
         raise PlanError(
             f"train.data={str(path)!r} holds the token file {pair.name}, which is no text. Name token files, "
             f"such as {str(pair.with_suffix(''))!r}; several with weights: '1 a 1 b'."
         )
     try:
-        return [file.read_bytes() for file in files]
+        return [cache.local(file).read_bytes() for file in files]
     except OSError as error:
         raise PlanError(f"train.data={str(path)!r} cannot be read: {error.strerror} ({error.filename}).") from error
 

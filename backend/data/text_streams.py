@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...core.plan.data_names import split_of
+from ..base.url_cache import USUAL_CACHE, UrlCache
 from .splits import VALIDATION_FRACTION, bounds
 from .stream import Stream
 from .text import documents_of
 
 
-def text_streams(name: str, split: str | None, what: str) -> tuple[Stream, Stream]:
+def text_streams(name: str, split: str | None, what: str, cache: UrlCache = USUAL_CACHE) -> tuple[Stream, Stream]:
     """The bytes of a text for `what`, and those for validation. Raises `PlanError` when there is no text."""
-    documents = documents_of(name)
+    documents = documents_of(name, cache)
     train, validation = _every_tenth(documents) if split is None else _split(documents, split)
     return _stream(name, what, train), _stream(name, "validation", validation)
 

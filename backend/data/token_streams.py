@@ -3,20 +3,18 @@ before it is needed."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from ...core.plan.data_names import split_of
 from .splits import FEW_DOCUMENTS, VALIDATION_FRACTION, bounds
 from .stream import Stream
-from .token_files import TokenFile, open_tokens
+from .token_files import TokenFile
 
 
-def token_streams(name: str, path: Path, split: str | None, what: str, num_ids: int | None) -> tuple[Stream, Stream]:
-    """The tokens of a file for `what`, and those for validation. Raises `FileError` where there is none, or it is
-    damaged."""
-    file = open_tokens(path)
+def token_streams(
+    name: str, file: TokenFile, split: str | None, what: str, num_ids: int | None
+) -> tuple[Stream, Stream]:
+    """The tokens of a file for `what`, and those for validation."""
     first, last = _cuts(file, split)
     return _stream(name, what, file, 0, first, num_ids), _stream(name, "validation", file, first, last, num_ids)
 

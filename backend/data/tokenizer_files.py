@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...core.plan.data_names import named_data
 from ...core.plan.plan import Plan
-from .token_files import token_file_of
+from .token_files import cache_of, token_file_of
 from .tokenizer_record import tokenizer_path
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -45,5 +45,5 @@ def tokenizer_files(plan: Plan) -> Mapping[str, Path]:
     for _, name in named_data(plan.train.data):
         path = token_file_of(name)
         if path is not None and (copy := tokenizer_path(path)).is_file():
-            return {TOKENIZER_FILE: copy}
+            return {TOKENIZER_FILE: cache_of(plan.train).local(copy)}
     return {}

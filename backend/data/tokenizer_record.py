@@ -12,6 +12,8 @@ from typing import Any
 from ...core.base.errors import FileError
 from ...core.base.files import TABLE_BYTES, read_text
 from ...core.base.parsing import parse_json
+from ..base.url_cache import USUAL_CACHE, UrlCache
+from ..base.urls import AnyPlace, Place
 
 BYTES = "bytes"
 """The tokenizer whose tokens are the bytes of the text, and as its digest."""
@@ -42,22 +44,22 @@ class TokenizerRecord:
         return json.dumps({"format": 1, **asdict(self)}, indent=2) + "\n"
 
 
-def record_path(tokens: Path) -> Path:
+def record_path(tokens: AnyPlace) -> AnyPlace:
     """Where the record of a `.bin` file lies."""
     return tokens.with_suffix(".tokens.json")
 
 
-def tokenizer_path(tokens: Path) -> Path:
+def tokenizer_path(tokens: AnyPlace) -> AnyPlace:
     """Where the copy of the tokenizer of a `.bin` file lies."""
     return tokens.with_suffix(".tokenizer.json")
 
 
-def read_record(tokens: Path) -> TokenizerRecord | None:
+def read_record(tokens: Place, cache: UrlCache = USUAL_CACHE) -> TokenizerRecord | None:
     """The record next to a `.bin` file; None where there is none. Raises `FileError` for one that is damaged."""
     path = record_path(tokens)
     if not path.is_file():
         return None
-    found = parse_json(read_text(path), str(path))
+    found = parse_json(read_text(cache.local(path)), str(path))
     values: list[Any] = [found.get(name) for name in _TYPES] if isinstance(found, dict) else []
     if not values or not all(type(value) in _TYPES[name] for name, value in zip(_TYPES, values, strict=True)):
         raise FileError(

@@ -15,8 +15,9 @@ import numpy as np
 
 from ...core.plan.data_names import named_data
 from ...core.plan.plan import AnyPlan, Plan
+from ..base.url_cache import UrlCache
 from .text import VOCABULARY_SIZE, documents_of
-from .token_files import TokenFile, open_tokens, token_file_of
+from .token_files import TokenFile, cache_of, open_tokens, token_file_of
 from .tokenizer_files import TOKENIZER_FILE, tokenizer_of
 from .tokenizer_record import BYTES, TokenizerRecord, tokenizer_digest
 
@@ -26,12 +27,13 @@ learned have thousands of ids: of the model presets that are not of bytes the sm
 
 
 class _Source(NamedTuple):
-    """One text or token file of a plan: the key and the name that it was given by, and the token file, None for a
-    text."""
+    """One text or token file of a plan: the key and the name that it was given by, the token file, None for a text, and
+    where this host keeps what it reads of URLs."""
 
     key: str
     name: str
     file: TokenFile | None
+    cache: UrlCache
 
     @property
     def given(self) -> str:
@@ -44,7 +46,9 @@ class _Source(NamedTuple):
 
     def largest(self) -> int:
         """The largest id, in a token file of sampled pieces."""
-        return max(map(_largest, documents_of(self.name))) if self.file is None else self.file.largest_sampled()
+        if self.file is not None:
+            return self.file.largest_sampled()
+        return max(map(_largest, documents_of(self.name, self.cache)))
 
 
 def unknown_ids(plan: Plan) -> list[str]:
@@ -102,12 +106,12 @@ def _other_tokens(plan: Plan) -> list[str]:
 
 def _sources(plan: Plan) -> list[_Source]:
     """All texts and token files of a plan. Raises `PlanError` for a token file that is not there or is damaged."""
-    sources = []
+    sources, cache = [], cache_of(plan.train)
     for key in ("data", "validation_data"):
         for _, name in named_data(getattr(plan.train, key) or ""):
             if name:
                 path = token_file_of(name)
-                sources.append(_Source(key, name, None if path is None else open_tokens(path)))
+                sources.append(_Source(key, name, None if path is None else open_tokens(path, cache), cache))
     return sources
 
 

@@ -13,6 +13,7 @@ from ...core.plan.batch_sizes import samples_before
 from ...core.plan.plan import Plan
 from ..base.microbatch import Microbatch
 from ..data.corpus import Corpus
+from ..data.read_ahead import ReadAhead
 from ..model.multi_token import later_targets
 from ..tensor_parallel.cross_entropy import ignored_target
 from ..tensor_parallel.data import TensorSpec, broadcast, context_part
@@ -35,6 +36,7 @@ class Batches:
         self._transport = transport
         self.corpus = Corpus.of(plan) if mesh.coordinates["tp"] == 0 else None
         self.num_counted = self.num_tokens
+        self._ahead = ReadAhead(self._read)
 
     def begin_batches_of(self, plan: Plan) -> None:
         """From here on global batches are those of `plan`; which samples a step begins with is still said by the whole
@@ -49,15 +51,23 @@ class Batches:
 
     def training(self, step: int, loss_scale: float) -> list[Microbatch]:
         """The microbatches of the global batch `step`, whose losses are multiplied by `loss_scale`."""
-        plan, before = self._plan, samples_before(self._sizes, step)
 
         def read(corpus: Corpus, lo: int, hi: int) -> tuple[Tensor, ...]:
-            samples = before + lo, before + hi, plan.batch.sequence, plan.train.seed
-            if plan.train.padded:
-                return corpus.padded(*samples, ignored_target(plan.train))
-            return (*corpus.batch(*samples), *([corpus.documents(*samples)] if plan.train.packed else []))
+            if not corpus.is_remote or (lo, hi) != self._samples:
+                return self._read((step, lo, hi))
+            return self._ahead.get((step, lo, hi), (step + 1, lo, hi) if step + 1 < self._plan.train.steps else None)
 
         return self._microbatches(self._batch(read), step, loss_scale)
+
+    def _read(self, samples: tuple[int, int, int]) -> tuple[Tensor, ...]:
+        """The samples `lo <= i < hi` of the global batch `step`, of `(step, lo, hi)`."""
+        assert self.corpus is not None, "only the rank that has the data reads them"
+        (step, lo, hi), plan = samples, self._plan
+        before = samples_before(self._sizes, step)
+        chosen = before + lo, before + hi, plan.batch.sequence, plan.train.seed
+        if plan.train.padded:
+            return self.corpus.padded(*chosen, ignored_target(plan.train))
+        return (*self.corpus.batch(*chosen), *([self.corpus.documents(*chosen)] if plan.train.packed else []))
 
     def validation(self) -> list[Microbatch]:
         """The microbatches of the first held-out global batch."""

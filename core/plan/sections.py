@@ -496,7 +496,7 @@ class Train(Bounded, section="train"):
 
     steps: int = option("optimizer steps", default=20, minimum=0, read_by="backend.trainer")
     data: str = option(
-        "a text file, a folder, a token file, or python-stdlib",
+        "a text file, a folder, a token file, a URL of one, or python-stdlib",
         default="python-stdlib",
         kind="data",
         more=(
@@ -519,6 +519,21 @@ class Train(Bounded, section="train"):
         kind="data",
         default_note="part of data",
         read_by="backend.data.corpus",
+    )
+    data_cache: str | None = option(
+        "where each host keeps what it has read of data at URLs",
+        default=None,
+        kind="path",
+        default_note="a folder of this user's in TMPDIR",
+        more="On a disk of the host. All runs of a user share it.",
+        read_by="backend.data.token_files",
+    )
+    data_cache_bytes: int = option(
+        "how large the pieces in data_cache may be together",
+        default=16 * 2**30,
+        minimum=1,
+        more="Indices and texts, which are fetched whole, take as much again at most.",
+        read_by="backend.data.token_files",
     )
     load: str | None = option(
         "a folder of Hugging Face (config.json, safetensors), Megatron-LM (torch_dist) or torchtitan",

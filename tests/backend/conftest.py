@@ -1,4 +1,5 @@
-"""`run_stage`: one step's gradients of a plan without pipeline, all ranks as threads, shards put together."""
+"""`run_stage`: one step's gradients of a plan without pipeline, all ranks as threads, shards put together. `way`: a
+bucket of a real S3 server, for one test."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from helpers.plans import product_plan
 from helpers.stage import spread_weights, tokens_of, whole_gradients
+from helpers.stores import bucket
 from shardproof.backend.base.microbatch import Microbatch
 from shardproof.backend.gradients.gradients import finish_tied
 from shardproof.backend.model.transformer import Stage
@@ -105,3 +107,14 @@ def step_inputs():
         return spread_weights(model), *tokens_of(fp32_plan(model, **choices))
 
     return inputs
+
+
+@pytest.fixture
+def way(monkeypatch):
+    """A way to a server with a bucket `bucket`, which breaks when it is asked to."""
+    pytest.importorskip("moto.server", reason="pip install 'shardproof[test]' brings the server")
+    from shardproof.backend.base import urls
+
+    monkeypatch.setattr(urls, "FIRST_PAUSE_S", 0.01)
+    with bucket(monkeypatch.setenv) as way:
+        yield way

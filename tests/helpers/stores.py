@@ -1,11 +1,15 @@
-"""A real S3 server of this process (moto's), and a way to it that breaks."""
+"""A real S3 server of this process (moto's), a way to it that breaks, and a server of HTTP."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextlib.contextmanager
@@ -37,6 +41,51 @@ def bucket(set_environment: Callable[[str, str], None]) -> Iterator[BreakingWay]
         yield way
         s3fs.S3FileSystem.clear_instance_cache()
         way.close()
+
+
+@contextlib.contextmanager
+def http_server(files: Mapping[str, bytes], *, ranges: bool = True, delay_s: float = 0.0) -> Iterator[tuple[int, list]]:
+    """The port of a server of HTTP that has these files, and the list of what it was asked to give: a name, and the
+    first and last byte or None. It answers after `delay_s`; without `ranges` it gives a whole file whatever it is
+    asked for."""
+    asked: list[tuple[str, tuple[int, int] | None]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(gives=True)
+
+        def do_HEAD(self) -> None:
+            self._answer(gives=False)
+
+        def _answer(self, *, gives: bool) -> None:
+            content = files.get(name := self.path.strip("/"))
+            if content is None:
+                self.send_error(404)
+                return
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")) if ranges else None
+            first, last = (int(wanted[1]), min(int(wanted[2]), len(content) - 1)) if wanted else (0, len(content) - 1)
+            if gives:
+                asked.append((name, (first, last) if wanted else None))
+                time.sleep(delay_s)
+            self.send_response(206 if wanted else 200)
+            self.send_header("Content-Length", str(last + 1 - first))
+            if wanted:
+                self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+            self.send_header("ETag", f'"{zlib.crc32(content)}"')
+            self.send_header("Accept-Ranges", "bytes" if ranges else "none")
+            self.end_headers()
+            if gives:
+                self.wfile.write(content[first : last + 1])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        yield server.server_port, asked
+        server.shutdown()
+        thread.join()
 
 
 class BreakingWay:

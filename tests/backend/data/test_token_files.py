@@ -93,11 +93,9 @@ def test_a_name_is_that_of_a_token_file_by_its_ending_or_where_the_pair_is_there
     assert token_file_of(prefix) is None and token_file_of("python-stdlib") is None
 
 
-def test_a_folder_of_token_files_is_no_text_and_a_url_is_not_on_this_machine(pair):
+def test_a_folder_of_token_files_is_no_text(pair):
     with pytest.raises(PlanError, match=rf"holds the token file tokens\.idx, .* such as '{pair.parent}/tokens'"):
         Corpus.load(str(pair.parent))
-    with pytest.raises(FileError, match=r"'s3://bucket/tokens\.bin' is a URL, and data are mapped from a disk"):
-        Corpus.load("s3://bucket/tokens.bin")
     assert data_from(pair.parent, "s3://bucket/tokens") == "s3://bucket/tokens"
 
 
