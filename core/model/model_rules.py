@@ -220,6 +220,9 @@ def _attention(model: ModelFields) -> Iterator[FieldProblem]:
                     name,
                     f'{name} is for rotary positions, but position="{model.position}". Use "rope", or leave it out.',
                 )
+    if model.position != "alibi" and model.alibi_multiplier != 1:
+        sentence = f'alibi_multiplier is for ALiBi, but position="{model.position}". Use "alibi", or leave it out.'
+        yield "alibi_multiplier", sentence
     if model.is_mla:
         for name in _GROUPED_ONLY:
             if getattr(model, name):
