@@ -88,6 +88,7 @@ REFINEMENTS = (
     "qk_norm",
     "whole_qk_norm",
     "parallel_block",
+    "embedding_norm",
     *NORM_FIELDS,
     *MULTIPLIERS,
     *GATE_FIELDS,
@@ -268,6 +269,12 @@ class ModelFields(Bounded, section="model", problem_type=ModelError):
         read_by="backend.tensor_parallel.norm",
     )
     norm_bias: bool = option("a LayerNorm has a bias", default=True, read_by="core.model.parameters")
+    embedding_norm: bool = option(
+        "embeddings are normed before the first layer",
+        default=False,
+        more="BLOOM, arXiv 2211.05100, section 3.2.2; `--embed-layernorm` of bigscience's Megatron-DeepSpeed.",
+        read_by="core.model.operators",
+    )
     embedding_multiplier: float = option(
         "times that a token's embedding enters",
         default=1.0,

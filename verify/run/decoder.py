@@ -129,6 +129,8 @@ class Decoder:
 
     def _embedded(self) -> Array:
         x_SH = self._looked_up(self.inputs.tokens)
+        if self.model.embedding_norm:
+            x_SH = self.norm("embedding.norm", x_SH)
         return (
             x_SH + self.weight("embedding.positions.weight")[self.positions]
             if self.model.position == "learned"
