@@ -109,7 +109,7 @@ UNDER: Mapping[str, tuple[Direct, ...]] = {
 COMBINED = """
 ffn-hidden-size= kv-channels= group-query-attention num-query-groups= swiglu squared-relu openai-gelu@-0.20 onnx-safe=
 no-bias-gelu-fusion glu-activation= quick-geglu@0.15 activation-func-clamp-value=@0.15 glu-linear-offset=:0.0@0.15
-apply-layernorm-1p normalization= position-embedding-type=
+apply-layernorm-1p normalization= position-embedding-type= embed-layernorm
 use-rotary-position-embeddings no-position-embedding add-qkv-bias@0.5 vocab-size= padded-vocab-size=@0.15
 make-vocab-size-divisible-by= tokenizer-type= pad-vocab-size-to= vocab-extra-ids= extra-vocab-size= num-experts=+
 moe-layer-freq=@0.9 moe-shared-expert-intermediate-size=@0.9 moe-shared-expert-gate@0.16

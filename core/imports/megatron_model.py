@@ -141,15 +141,17 @@ def _positions(reading: Reading, layers: int | None, head_dim: int | None) -> No
     if reading.is_written("--multi-latent-attention"):
         kind = "rope" if kind in ("learned_absolute", "rope", "yarn") else kind
     rotary = kind in ("rope", "rotary", "yarn")
-    if not rotary and kind not in ("learned_absolute", "absolute", "learnable"):
-        reading.say("--position-embedding-type", "refused", "a plan has learned and rotary positions", "model.position")
+    position = "rope" if rotary else "alibi" if kind == "alibi" else "learned"
+    if position == "learned" and kind not in ("learned_absolute", "absolute", "learnable"):
+        reading.say("--position-embedding-type", "refused", _POSITIONS, "model.position")
         return
-    if not rotary and reading.given("--no-position-embedding"):
-        reading.say("--no-position-embedding", "refused", "a plan has learned or rotary positions", "model.position")
+    if position == "learned" and reading.given("--no-position-embedding"):
+        reading.say("--no-position-embedding", "refused", _POSITIONS, "model.position")
         return
-    reading.put("model.position", "rope" if rotary else "learned", flag)
+    reading.put("model.position", position, flag)
+    _embedding_norm(reading, position)
     if reading.is_written("--no-position-embedding"):
-        reading.say("--no-position-embedding", "no-effect", "rotary positions have no table")
+        reading.say("--no-position-embedding", "no-effect", "there is no table of positions")
     if reading.is_written("--position-embedding-type") and flag != "--position-embedding-type":
         reading.say("--position-embedding-type", "mapped", "rotary positions are asked for besides", "model.position")
     if rotary:
@@ -157,6 +159,18 @@ def _positions(reading: Reading, layers: int | None, head_dim: int | None) -> No
             reading.put_row(row)
         _scaling(reading)
         read_turned(reading, layers, head_dim)
+
+
+_POSITIONS = "a plan has learned positions, rotary ones and ALiBi"
+
+
+def _embedding_norm(reading: Reading, position: str) -> None:
+    """The norm of embeddings of bigscience's fork, which stands between the rows of tokens and those of positions."""
+    flag = "--embed-layernorm"
+    if position != "learned":
+        reading.put("model.embedding_norm", reading.given(flag), flag)
+    elif reading.given(flag):
+        reading.say(flag, "not-modelled", "a plan norms embeddings where no positions are added to them")
 
 
 def _scaling(reading: Reading) -> None:

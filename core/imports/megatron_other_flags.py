@@ -470,7 +470,7 @@ recompute-lgd offload-continuous-buffers offload-chunk-num= cpu-offload offload-
         "not-modelled",
         "a fork: it changes the numbers that a step computes a little, and no cost is counted for it",
         """
-embed-layernorm use-te rotary-scale-factor= mup-attn-mult= mup-input-mult= mos kd data-efficiency-curriculum-learning
+use-te rotary-scale-factor= mup-attn-mult= mup-input-mult= mos kd data-efficiency-curriculum-learning
 random-ltd norm-head force-positions=
 """,
     ),

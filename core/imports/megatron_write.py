@@ -53,8 +53,16 @@ def write(plan: Plan) -> Exported:
     """The script, and the keys that it cannot say. Raises `PlanError` where what it says is no plan at all."""
     text = script(plan)
     again = build_plan(imported_from(Request(text, FILE)).values, FILE)
-    lost = lost_keys(plan, again, _WHY, "Megatron-LM has no argument for it")
+    lost = [*lost_keys(plan, again, _WHY, "Megatron-LM has no argument for it"), *_of_a_fork(plan.model)]
     return Exported("megatron", ((FILE, text),), tuple(each for each in lost if not _is_left_open(plan, each[0])))
+
+
+def _of_a_fork(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """The keys whose arguments bigscience's fork has, and Megatron-LM has not."""
+    if model.position == "alibi":
+        yield "model.position", "--position-embedding-type alibi is of bigscience's Megatron-DeepSpeed"
+    if model.embedding_norm:
+        yield "model.embedding_norm", "--embed-layernorm is of bigscience's Megatron-DeepSpeed"
 
 
 def _is_left_open(plan: Plan, dotted: str) -> bool:
@@ -153,7 +161,9 @@ def _model(model: ModelSpec) -> Iterator[Line]:
 
 
 def _positions(plan: Plan, model: ModelSpec) -> Iterator[Line]:
-    yield "--position-embedding-type", "rope" if model.position == "rope" else "learned_absolute"
+    yield "--position-embedding-type", "learned_absolute" if model.position == "learned" else model.position
+    if model.embedding_norm:
+        yield ("--embed-layernorm",)
     if model.position == "rope":
         yield from _rows(plan, UNDER["rotary positions"])
     factor = int(model.rope_factor) if model.rope_factor.is_integer() else model.rope_factor
