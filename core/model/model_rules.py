@@ -20,7 +20,7 @@ from .model_fields import (
 
 _GROUPED_ONLY = (
     *("rope_layers", "rope_dim", "rope_local_theta"),
-    *("attention_sinks", "attention_scale", "whole_qk_norm", "qkv_bias"),
+    *("attention_sinks", "attention_scale", "qk_norm", "whole_qk_norm", "qkv_bias"),
 )
 """Fields of attention that latent attention does not have."""
 
