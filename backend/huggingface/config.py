@@ -93,7 +93,8 @@ def _differences(ours: ModelSpec, theirs: ModelSpec) -> dict[str, tuple[object, 
 def _may_differ(ours: ModelSpec, theirs: ModelSpec, field: str) -> bool:
     """Whether a field leaves what the weights compute as it is, or is chosen for training."""
     if field == "max_positions":  # the length of a table, or what rotary positions are stretched from
-        return ours.position == "rope" and (ours.rope_scaling in ("none", "linear") or ours.rope_original_positions > 0)
+        stretched = ours.rope_scaling not in ("none", "linear") and not ours.rope_original_positions
+        return ours.position == "alibi" or (ours.position == "rope" and not stretched)
     if field == "num_mtp_layers":  # modules may be left unread
         return ours.num_mtp_layers < theirs.num_mtp_layers
     return field in ("name", "padding_rows", *TRAINING_FIELDS)

@@ -59,7 +59,12 @@ STACKED = ("granitemoe", "gpt_oss")
 SIDE_BY_SIDE = ("glm4", "cohere2", "torchtitan-llama")
 """Families whose queries and keys have pairs of neighbouring features."""
 
-_LAYERS = {"gpt2": "transformer.h", "falcon": "transformer.h", "megatron": "decoder.layers", "torchtitan": "layers"}
+_LAYERS = {
+    **dict.fromkeys(("gpt2", "falcon", "bloom"), "transformer.h"),
+    "mpt": "transformer.blocks",
+    "megatron": "decoder.layers",
+    "torchtitan": "layers",
+}
 """Where files have their layers."""
 
 _TABLES = (TOKEN_TABLE.removesuffix(".weight"), "head.output")
@@ -106,13 +111,28 @@ _FALCON: Mapping[str, tuple[str, ...]] = {
     "layer.attention.norm": ("input_layernorm",),
     "layer.attention.qkv": ("self_attention.query_key_value",),
     "layer.attention.output": ("self_attention.dense",),
+    "layer.mlp.norm": ("post_attention_layernorm",),
     "layer.mlp.up": ("mlp.dense_h_to_4h",),
     "layer.mlp.down": ("mlp.dense_4h_to_h",),
     "head.norm": ("transformer.ln_f",),
     "head.output": ("lm_head",),
 }
 
-_OWN = {"gpt2": _GPT2, "falcon": _FALCON, **TABLES}
+_BLOOM: Mapping[str, tuple[str, ...]] = {**_FALCON, "embedding.norm": ("transformer.word_embeddings_layernorm",)}
+
+_MPT: Mapping[str, tuple[str, ...]] = {
+    "embedding.tokens": ("transformer.wte",),
+    "layer.attention.norm": ("norm_1",),
+    "layer.attention.qkv": ("attn.Wqkv",) * 3,
+    "layer.attention.output": ("attn.out_proj",),
+    "layer.mlp.norm": ("norm_2",),
+    "layer.mlp.up": ("ffn.up_proj",),
+    "layer.mlp.down": ("ffn.down_proj",),
+    "head.norm": ("transformer.norm_f",),
+    "head.output": ("lm_head",),
+}
+
+_OWN = {"gpt2": _GPT2, "falcon": _FALCON, "bloom": _BLOOM, "mpt": _MPT, **TABLES}
 
 _ROTARY: Mapping[str, tuple[str, ...]] = {
     "embedding.tokens": ("model.embed_tokens",),

@@ -141,7 +141,7 @@ class RepeatedKernel:
     scale: float | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale), ()
+        return F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype), scale=self.scale), ()
 
     def backward(
         self,

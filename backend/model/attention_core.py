@@ -1,5 +1,5 @@
 """The core of attention: softmax(q k^T) v over the sequence, under context parallelism too, with
-packed documents, windows, dropout, capped scores and sinks.
+packed documents, windows, ALiBi, dropout, capped scores and sinks.
 
 One causal call of the library does it where a rank has whole sequences of a single block. Else queries are worked on in
 blocks: of `gradient_token_block` tokens in exact numerics, whole chunks of this rank in fast ones. A block meets the
@@ -28,6 +28,7 @@ from ...core.model.attention_kinds import layer_window, shorter_window
 from ..base.autograd import Function
 from ..base.microbatch import Microbatch
 from ..tensor_parallel import LayerContext
+from .alibi import PenalisedKernel, own_slopes
 from .attention_blocks import Block, FusedKernel, Kernel, PaddedKernel, RepeatedKernel
 from .attention_exchange import KeySums, gathered, heads_for_tokens, in_order, scattered, tokens_for_heads
 from .written_attention import WrittenKernel
@@ -48,6 +49,7 @@ class AttentionCore(nn.Module):
         self.scale = scale
         self.exact = context.numerics.mode == "exact"
         self.window = shorter_window(layer_window(context.model, layer), context.chunks.num_items)
+        self.slopes = own_slopes(context)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         microbatch = self.context.running_microbatch
@@ -80,9 +82,14 @@ class AttentionCore(nn.Module):
 
     def _kernel(self, q: Tensor, v: Tensor, microbatch: Microbatch) -> Kernel | None:
         """What computes a block; None where one causal call of the library does it all."""
-        context, same_width = self.context, q.shape[-1] == v.shape[-1]
+        context = self.context
         if self._is_written_out(microbatch):
-            return WrittenKernel(context, self.name, microbatch, self.scale)
+            return WrittenKernel(context, self.name, microbatch, self.scale, self.slopes)
+        kernel = self._library_kernel(q, v, microbatch)
+        return PenalisedKernel(kernel, self.slopes) if kernel is not None and self.slopes else kernel
+
+    def _library_kernel(self, q: Tensor, v: Tensor, microbatch: Microbatch) -> Kernel | None:
+        same_width = q.shape[-1] == v.shape[-1]
         if self.is_one_call(microbatch) and (same_width or not self.exact):
             return None
         if q.device.type != "cpu":
@@ -99,7 +106,7 @@ class AttentionCore(nn.Module):
 
     def is_one_call(self, microbatch: Microbatch) -> bool:
         """Whether all queries are one block without a mask of its own; what the library computes is then left to it."""
-        return microbatch.documents is None and not self.window and self._is_one_block
+        return microbatch.documents is None and not self.window and not self.slopes and self._is_one_block
 
     @cached_property
     def _is_one_block(self) -> bool:

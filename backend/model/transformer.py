@@ -207,9 +207,13 @@ class Embedding(nn.Module):
         super().__init__()
         self.context = context
         self.tokens = VocabParallelEmbedding(context)
+        self.norm = Norm(context, "embedding.norm") if context.model.embedding_norm else None
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        x_BSH = hidden_dropout(self.context, "embedding", self.tokens(tokens_BS))
+        x_BSH = self.tokens(tokens_BS)
+        if self.norm is not None:
+            x_BSH = self.norm(x_BSH)
+        x_BSH = hidden_dropout(self.context, "embedding", x_BSH)
         self.context.observe("embedding.output", x_BSH)
         return x_BSH
 

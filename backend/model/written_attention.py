@@ -13,6 +13,7 @@ from torch import Tensor
 from ..base.microbatch import Microbatch
 from ..numerics.dropout import dropout_mask
 from ..tensor_parallel import LayerContext
+from .alibi import first_query_head, penalties
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class WrittenKernel:
     together, with cap(x) = c tanh(x / c) where the model has one (Gemma 2, arXiv 2408.00118, section 2). The
     probabilities are retained, and the capped scores; masks are made again.
 
-    Where queries are one feature wider than keys, that feature is a score among those of the keys in the softmax
-    (`attention_sinks`).
+    Penalties of ALiBi, by the `slopes` of the heads, are added behind the cap. Where queries are one feature wider than
+    keys, that feature is a score among those of the keys in the softmax (`attention_sinks`).
 
     Elements are numbered by (sample of the global batch, head of the model, query, key).
     """
@@ -31,6 +32,7 @@ class WrittenKernel:
     operation: str
     microbatch: Microbatch
     scale: float | None
+    slopes: tuple[float, ...] = ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         q, sinks = _without_sinks(q, k)
@@ -45,6 +47,8 @@ class WrittenKernel:
                 capped[here] = numerics.elementwise(torch.tanh, scores.div_(self._cap))
                 scores = capped[here] * self._cap
             scores.add_(mask if mask.dim() == 2 else mask[here[0]])
+            if slopes := self.slopes[here[1]]:
+                scores.add_(penalties(slopes, start, *scores.shape[2:], scores.device))
             if sinks.shape[-1]:
                 every = torch.softmax(torch.cat([scores, sinks[here]], -1), -1)
                 probabilities[here], shares[here] = every[..., :keys], every[..., keys:]
@@ -116,10 +120,8 @@ class WrittenKernel:
     def _dropped(self, sample: int, head: int, start: int, scores: Tensor) -> Tensor:
         """The mask of a block's scores [l, keys]."""
         context, model, sequence = self.context, self.context.model, self.context.chunks.num_items
-        lo, hi = context.plan.leaf_sizes.heads.owned_items(context.tp.size, context.tp.rank)
-        inner = context.cp_inner
-        first_head = (lo + (hi - lo) // inner.size * inner.rank) * model.query_heads_per_group
-        row = ((self.microbatch.first_drawn + sample) * model.num_heads + first_head + head) * sequence + start
+        number = first_query_head(context) + head
+        row = ((self.microbatch.first_drawn + sample) * model.num_heads + number) * sequence + start
         queries, keys = (torch.arange(size, device=scores.device) for size in scores.shape)
         index = (row + queries.unsqueeze(-1)) * sequence + keys
         assert self.microbatch.step is not None

@@ -29,6 +29,17 @@ def put_scores(sheet: Sheet) -> None:
             sheet.refuse("model.softmax_type", "a plan's sinks are learnable.")
 
 
+def put_latent(sheet: Sheet) -> None:
+    """Norms and biases of latent attention: of the low-rank vectors, and of the output product alone."""
+    sheet.say("model.add_qkv_bias", "no-effect", "projections of latent attention have no bias")
+    normed = sheet.value("model.qk_layernorm")
+    why = "a plan's latent attention always norms its low-rank vectors"
+    sheet.say("model.qk_layernorm", "no-effect" if normed else "not-modelled", why)
+    if sheet.value("model.add_bias_linear"):
+        for name in ("attention_output_bias", "mlp_bias"):
+            sheet.put(f"model.{name}", True, "model.add_bias_linear")
+
+
 def put_turned(sheet: Sheet, head_dim: int) -> None:
     """Which features and which layers rotary positions turn."""
     share = sheet.value("model.rotary_percent")

@@ -9,7 +9,7 @@ from typing import Any
 from ..base.errors import FileError
 from ..model.expert_layers import pattern_of
 from .account import Imported, Request
-from .bridge_attention import put_scores, put_turned, put_windows
+from .bridge_attention import put_latent, put_scores, put_turned, put_windows
 from .bridge_layout import put_layout
 from .bridge_numbers import put_batch, put_numbers
 from .bridge_rates import put_rates
@@ -100,10 +100,12 @@ def _put_model(sheet: Sheet) -> None:
             "model.qk_head_dim",
         )
         sheet.put("model.num_kv_heads", heads, "model.num_attention_heads")
-        sheet.say("model.add_qkv_bias", "no-effect", "projections of latent attention have no bias")
+        put_latent(sheet)
     else:
         if sheet.value("model.add_qkv_bias"):
             sheet.put("model.qkv_bias", True, "model.add_qkv_bias")
+        sheet.put("model.bias", sheet.value("model.add_bias_linear"), "model.add_bias_linear")
+        sheet.put("model.qk_norm", sheet.value("model.qk_layernorm"), "model.qk_layernorm")
         sheet.put("model.num_kv_heads", sheet.value("model.num_query_groups") or heads, "model.num_query_groups")
         sheet.put("model.head_dim", sheet.value("model.kv_channels") or width // max(1, heads), "model.kv_channels")
     put_windows(sheet)

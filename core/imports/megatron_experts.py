@@ -99,7 +99,7 @@ def _router(reading: Reading) -> None:
     """Scores, weights, balance, and a bias where other products have one (megatron/core/transformer/moe/router.py,
     since core 0.15)."""
     before = reading.version in RELEASES[: RELEASES.index("0.15")] or reading.given("--deepspeed")
-    if _filled(reading, "bias") and not before:
+    if (_filled(reading, "bias") or _filled(reading, "mlp_bias")) and not before:
         reading.put("model.router_bias", True)
     scores = reading.text("--moe-router-score-function") or "softmax"
     if scores not in ("softmax", "sigmoid"):

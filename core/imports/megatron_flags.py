@@ -109,19 +109,21 @@ UNDER: Mapping[str, tuple[Direct, ...]] = {
 COMBINED = """
 ffn-hidden-size= kv-channels= group-query-attention num-query-groups= swiglu squared-relu openai-gelu@-0.20 onnx-safe=
 no-bias-gelu-fusion glu-activation= quick-geglu@0.15 activation-func-clamp-value=@0.15 glu-linear-offset=:0.0@0.15
-apply-layernorm-1p normalization= position-embedding-type=
+apply-layernorm-1p normalization= position-embedding-type= embed-layernorm
 use-rotary-position-embeddings no-position-embedding add-qkv-bias@0.5 vocab-size= padded-vocab-size=@0.15
 make-vocab-size-divisible-by= tokenizer-type= pad-vocab-size-to= vocab-extra-ids= extra-vocab-size= num-experts=+
 moe-layer-freq=@0.9 moe-shared-expert-intermediate-size=@0.9 moe-shared-expert-gate@0.16
 moe-router-load-balancing-type=+@0.5
 moe-aux-loss-coeff=+@0.5 moe-router-pre-softmax@0.9 moe-router-score-function=@0.10 moe-token-dispatcher-type=@0.6
 moe-enable-deepep@0.11 moe-flex-dispatcher-backend=@0.16 multi-latent-attention@0.10 rope-type=@0.15
-rotary-scaling-factor=@0.10 mscale=@0.11 mscale-all-dim=@0.11 rotary-seq-len-interpolation-factor=
+rotary-scaling-factor=@0.10 mscale=@0.11 mscale-all-dim=@0.11
+yarn-original-max-position-embeddings=@0.19 yarn-beta-fast=@0.19 yarn-beta-slow=@0.19
+yarn-correction-range-round-to-int@0.19 no-yarn-correction-range-round-to-int@0.19 rotary-seq-len-interpolation-factor=
 use-rope-scaling@0.9 rope-scaling-factor=@0.11 mtp-num-layers=@0.12 window-size=@0.15
 window-attn-skip-freq=@0.15 softmax-type=@0.15 rotary-percent= no-rope-freq=@0.13
 num-layers-per-virtual-pipeline-stage= num-virtual-stages-per-pipeline-rank=@0.11
 virtual-pipeline-model-parallel-size= pipeline-model-parallel-layout=@0.14 decoder-first-pipeline-num-layers=@0.9
-decoder-last-pipeline-num-layers=@0.9 account-for-embedding-in-pipeline-split@0.11
+decoder-last-pipeline-num-layers=@0.9 pp-partition-method= account-for-embedding-in-pipeline-split@0.11
 account-for-loss-in-pipeline-split@0.11 sequence-parallel use-tp-pp-dp-mapping@0.7 use-distributed-optimizer
 zero-stage= use-megatron-fsdp@0.14 use-custom-fsdp@0.11-0.13 data-parallel-sharding-strategy=@0.11
 num-distributed-optimizer-instances=@0.10 cp-comm-type=+@0.10 hierarchical-context-parallel-sizes=+@0.10

@@ -86,7 +86,26 @@ def _stages(reading: Reading, layers: int | None, pp: int) -> int:
         _even_with(reading, counted, pp * vpp, embedding, loss)
     elif (first is not None or last is not None) and layers is not None:
         _uneven(reading, layers, pp, vpp, first, last)
+    elif layers is not None and vpp == 1:
+        _cut_by_deepspeed(reading, layers, pp)
     return vpp
+
+
+def _cut_by_deepspeed(reading: Reading, layers: int, pp: int) -> None:
+    """A cut by how many modules of some types a stage has (`PipelineModule._partition_layers` of DeepSpeed), where it
+    comes out even."""
+    flag = "--pp-partition-method"
+    if (types := reading.text(flag)) is None:
+        return
+    counted = {"type:transformer": 0, "type:transformer|embedding": 1}.get(types.lower())
+    if counted is None or (counted and reading.given("--untie-embeddings-and-output-weights")):
+        reading.say(flag, "not-modelled", "what DeepSpeed cuts by is not how many layers a stage has")
+        return
+    size, rest = divmod(layers + 2 * counted, pp)
+    if rest or not size:
+        reading.say(flag, "not-modelled", "this cut is not even, and DeepSpeed's releases make it differently")
+        return
+    reading.put("layout.stages", _written([size - counted * (stage in (0, pp - 1)) for stage in range(pp)]), flag)
 
 
 def _interleaving(reading: Reading, layers: int | None, pp: int, first: int | None, last: int | None) -> int:

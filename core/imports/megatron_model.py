@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .megatron_attention import read_sinks, read_turned, read_windows
+from .megatron_attention import read_sinks, read_windows
 from .megatron_experts import read_experts
 from .megatron_flags import UNDER
+from .megatron_positions import read_positions
 from .megatron_reading import Reading
 from .megatron_vocabulary import read_vocabulary
 
@@ -35,7 +36,7 @@ def read_model(reading: Reading) -> Model:
     read_windows(reading, layers)
     read_sinks(reading)
     width = reading.integer("--kv-channels") or (hidden // heads if hidden and heads else None)
-    _positions(reading, layers, width)
+    read_positions(reading, layers, width)
     read_vocabulary(reading)
     is_moe = read_experts(reading, layers, hidden)
     if (spec := reading.text("--spec")) is not None and ("gpt" in spec.lower() or spec == "local"):
@@ -115,6 +116,7 @@ def _attention(reading: Reading, hidden: int | None, heads: int | None) -> None:
         reading.say("--multi-latent-attention", "mapped", "", "model.kv_lora_rank")
         if heads is not None:
             reading.put("model.num_kv_heads", heads)
+        _latent_norms_and_biases(reading)
         return
     grouped = reading.given("--group-query-attention")
     forks = (
@@ -132,53 +134,16 @@ def _attention(reading: Reading, hidden: int | None, heads: int | None) -> None:
         reading.put("model.head_dim", width, "--kv-channels")
 
 
-def _positions(reading: Reading, layers: int | None, head_dim: int | None) -> None:
-    """How positions enter."""
-    kind = reading.text("--position-embedding-type") or "learned_absolute"
-    flag = "--position-embedding-type"
-    if reading.given("--use-rotary-position-embeddings"):
-        kind, flag = "rope", "--use-rotary-position-embeddings"
-    if reading.is_written("--multi-latent-attention"):
-        kind = "rope" if kind in ("learned_absolute", "rope", "yarn") else kind
-    rotary = kind in ("rope", "rotary", "yarn")
-    if not rotary and kind not in ("learned_absolute", "absolute", "learnable"):
-        reading.say("--position-embedding-type", "refused", "a plan has learned and rotary positions", "model.position")
-        return
-    if not rotary and reading.given("--no-position-embedding"):
-        reading.say("--no-position-embedding", "refused", "a plan has learned or rotary positions", "model.position")
-        return
-    reading.put("model.position", "rope" if rotary else "learned", flag)
-    if reading.is_written("--no-position-embedding"):
-        reading.say("--no-position-embedding", "no-effect", "rotary positions have no table")
-    if reading.is_written("--position-embedding-type") and flag != "--position-embedding-type":
-        reading.say("--position-embedding-type", "mapped", "rotary positions are asked for besides", "model.position")
-    if rotary:
-        for row in UNDER["rotary positions"]:
-            reading.put_row(row)
-        _scaling(reading)
-        read_turned(reading, layers, head_dim)
-
-
-def _scaling(reading: Reading) -> None:
-    """How rotary positions are stretched."""
-    if (factor := reading.number("--rotary-seq-len-interpolation-factor")) is not None and factor != 1:
-        reading.put("model.rope_scaling", "linear", "--rotary-seq-len-interpolation-factor")
-        reading.put("model.rope_factor", factor, "--rotary-seq-len-interpolation-factor")
-    if reading.given("--use-rope-scaling"):
-        factor = reading.number("--rope-scaling-factor")
-        reading.put("model.rope_scaling", "llama3", "--use-rope-scaling")
-        reading.put("model.rope_factor", 8.0 if factor is None else factor, "--rope-scaling-factor")
-        reading.put("model.rope_original_positions", 8192)
-    if reading.is_written("--multi-latent-attention") and (reading.text("--rope-type") or "yarn") == "yarn":
-        numbers = {
-            "rope_factor": ("--rotary-scaling-factor", 40.0),
-            "rope_mscale": ("--mscale", 1.0),
-            "rope_mscale_all_dim": ("--mscale-all-dim", 0.0),
-        }
-        reading.put("model.rope_scaling", "yarn", "--rope-type")
-        for key, (flag, default) in numbers.items():
-            value = reading.number(flag)
-            reading.put(f"model.{key}", default if value is None else value, flag)
-        reading.put("model.rope_original_positions", 4096)
-    elif reading.is_written("--rope-type"):
-        reading.put("model.rope_scaling", "none", "--rope-type")
+def _latent_norms_and_biases(reading: Reading) -> None:
+    """Latent attention has biases on its output product alone; its norms are those of the low-rank vectors, which a
+    plan always has (core/transformer/multi_latent_attention.py and core/models/gpt/gpt_layer_specs.py)."""
+    reading.values["model"].pop("qk_norm", None)
+    if reading.given("--qk-layernorm"):
+        reading.say("--qk-layernorm", "no-effect", "a plan's latent attention always norms its low-rank vectors")
+    elif not reading.is_written("--qk-layernorm"):
+        words = "latent attention norms its low-rank vectors, as with --qk-layernorm, which the file does not give."
+        reading.assumed.append(f"model.kv_lora_rank: a plan's {words}")
+    if reading.value("model", "bias"):
+        reading.put("model.bias", False, why="projections of latent attention have no bias")
+        for name in ("attention_output_bias", "mlp_bias"):
+            reading.put(f"model.{name}", True)

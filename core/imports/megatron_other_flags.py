@@ -73,6 +73,7 @@ ckpt-pg-tensors-cache-create@0.20 no-save-tokenizer-assets@0.20 disable-save-tok
         """
 data-path=* split= vocab-file= merge-file= mask-prob=:0.15 short-seq-prob=:0.1 mmap-warmup@-2.6 num-workers=:2
 data-impl=:infer@-2.6 titles-data-path= use-one-sent-docs dataloader-type= sample-rate=:1.0 train-data-path=*
+valid-num-workers=
 valid-data-path=* test-data-path=* data-cache-path= tokenizer-model= no-data-sharding mock-data@0.5
 no-mmap-bin-files@0.6 no-create-attention-mask-in-dataloader@0.6 num-dataset-builder-threads=:1@0.7
 tiktoken-pattern=@0.8 tiktoken-num-special-tokens=:1000@0.8 tiktoken-special-tokens=+@0.8-0.17
@@ -309,8 +310,7 @@ muon-momentum=:0.9@0.16 muon-no-split-qkv@0.16 muon-use-nesterov@0.16-0.17
 muon-scale-mode=:spectral@0.16 muon-fp32-matmul-prec=:medium@0.16 muon-num-ns-steps=:5@0.16
 muon-tp-mode=:duplicated@0.16 muon-extra-scale-factor=:1.0@0.16 muon-coefficient-type=:quintic@0.17
 muon-scalar-optimizer=:adam@0.17 lion-beta1=:0.95@0.17 lion-beta2=:0.98@0.17 muon-nesterov@0.18
-yarn-original-max-position-embeddings=@0.19 yarn-beta-fast=@0.19 yarn-beta-slow=@0.19
-yarn-correction-range-round-to-int@0.19 no-yarn-correction-range-round-to-int@0.19 muon-use-syrk@0.20
+muon-use-syrk@0.20
 output-logit-dtype=@0.20 qk-clip@0.16 qk-clip-alpha=:0.5@0.16 qk-clip-threshold=:100@0.16
 moe-enable-routing-replay@0.16 batch-invariant-mode@0.16 moe-router-force-biased=@0.17 mtp-detach-heads@0.19
 moe-router-quantile-balancing-ema=:0.0@0.19 batch-invariant-backend=:te_native@0.20
@@ -455,7 +455,7 @@ deepspeed_config= deepspeed-config= ds-config= deepspeed_mpi
         """
 deepspeed-activation-checkpointing partition-activations contigious-checkpointing checkpoint-in-cpu
 synchronize-each-layer profile-backward zero-contigious-gradients zero-reduce-scatter zero-reduce-bucket-size=
-zero-allgather-bucket-size= pp-partition-method= no-pipeline-parallel memory-centric-tiled-linear tile-factor=
+zero-allgather-bucket-size= no-pipeline-parallel memory-centric-tiled-linear tile-factor=
 remote-device= use-pin-memory cpu-optimizer cpu_torch_adam scattered-embeddings split-transformers
 sync-tp-duplicated-parameters create-moe-param-group moe-train-capacity-factor= moe-eval-capacity-factor=
 moe-min-capacity= disable-moe-token-dropping use-tutel enable-expert-tensor-parallelism inference ds-inference
@@ -470,7 +470,7 @@ recompute-lgd offload-continuous-buffers offload-chunk-num= cpu-offload offload-
         "not-modelled",
         "a fork: it changes the numbers that a step computes a little, and no cost is counted for it",
         """
-embed-layernorm use-te rotary-scale-factor= mup-attn-mult= mup-input-mult= mos kd data-efficiency-curriculum-learning
+use-te rotary-scale-factor= mup-attn-mult= mup-input-mult= mos kd data-efficiency-curriculum-learning
 random-ltd norm-head force-positions=
 """,
     ),

@@ -20,6 +20,7 @@ from .megatron_attention import attention_lines
 from .megatron_flags import UNDER, Direct
 from .megatron_meaning import imported_from
 from .megatron_optimizer import optimizer_lines
+from .megatron_positions import yarn_lines
 from .megatron_rates import rate_lines
 
 FILE = "pretrain.sh"
@@ -53,8 +54,16 @@ def write(plan: Plan) -> Exported:
     """The script, and the keys that it cannot say. Raises `PlanError` where what it says is no plan at all."""
     text = script(plan)
     again = build_plan(imported_from(Request(text, FILE)).values, FILE)
-    lost = lost_keys(plan, again, _WHY, "Megatron-LM has no argument for it")
+    lost = [*lost_keys(plan, again, _WHY, "Megatron-LM has no argument for it"), *_of_a_fork(plan.model)]
     return Exported("megatron", ((FILE, text),), tuple(each for each in lost if not _is_left_open(plan, each[0])))
+
+
+def _of_a_fork(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """The keys whose arguments bigscience's fork has, and Megatron-LM has not."""
+    if model.position == "alibi":
+        yield "model.position", "--position-embedding-type alibi is of bigscience's Megatron-DeepSpeed"
+    if model.embedding_norm:
+        yield "model.embedding_norm", "--embed-layernorm is of bigscience's Megatron-DeepSpeed"
 
 
 def _is_left_open(plan: Plan, dotted: str) -> bool:
@@ -110,6 +119,8 @@ def _rows(plan: Plan, rows: tuple[Direct, ...]) -> Iterator[Line]:
             value = _AS_PROFILE.get(row.key)
         if value is None:
             continue
+        if row.key == "model.bias":
+            value = _has_biases(plan.model)
         if row.kind in ("on", "off"):
             if value == (row.kind == "on"):
                 yield (row.flag,)
@@ -117,7 +128,13 @@ def _rows(plan: Plan, rows: tuple[Direct, ...]) -> Iterator[Line]:
             yield row.flag, value
 
 
+def _has_biases(model: ModelSpec) -> bool:
+    """Whether Megatron's layers have the biases of the model: of latent attention only its output product has one."""
+    return model.bias or (model.is_mla and model.attention_output_bias and model.mlp_bias)
+
+
 def _model(model: ModelSpec) -> Iterator[Line]:
+    has_biases = _has_biases(model)
     yield "--ffn-hidden-size", model.ffn_hidden_size
     yield "--normalization", "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"
     if model.activation == "swiglu":
@@ -128,9 +145,9 @@ def _model(model: ModelSpec) -> Iterator[Line]:
         yield ("--quick-geglu",)
         if model.gate_limit is not None:
             yield "--activation-func-clamp-value", model.gate_limit
-    elif model.activation == "gelu" and model.bias:
+    elif model.activation == "gelu" and has_biases:
         yield ("--no-bias-gelu-fusion",)
-    elif model.activation == "gelu_tanh" and not model.bias:
+    elif model.activation == "gelu_tanh" and not has_biases:
         yield ("--openai-gelu",)
     if model.gate_offset:
         yield "--glu-linear-offset", model.gate_offset
@@ -142,6 +159,7 @@ def _model(model: ModelSpec) -> Iterator[Line]:
             value = getattr(model, row.key.partition(".")[2])
             if value:
                 yield row.flag, value
+        yield ("--qk-layernorm",)
     else:
         yield "--kv-channels", model.head_dim
         if model.num_kv_heads != model.num_heads:
@@ -153,15 +171,16 @@ def _model(model: ModelSpec) -> Iterator[Line]:
 
 
 def _positions(plan: Plan, model: ModelSpec) -> Iterator[Line]:
-    yield "--position-embedding-type", "rope" if model.position == "rope" else "learned_absolute"
+    stretched = model.rope_scaling == "yarn" and not model.is_mla
+    kind = "learned_absolute" if model.position == "learned" else "yarn" if stretched else model.position
+    yield "--position-embedding-type", kind
+    if model.embedding_norm:
+        yield ("--embed-layernorm",)
     if model.position == "rope":
         yield from _rows(plan, UNDER["rotary positions"])
     factor = int(model.rope_factor) if model.rope_factor.is_integer() else model.rope_factor
-    if model.is_mla and model.rope_scaling == "yarn":
-        yield "--rope-type", "yarn"
-        yield "--rotary-scaling-factor", factor
-        yield "--mscale", model.rope_mscale
-        yield "--mscale-all-dim", model.rope_mscale_all_dim
+    if model.rope_scaling == "yarn":
+        yield from yarn_lines(model)
     elif model.is_mla:
         yield "--rope-type", "rope"
     elif model.rope_scaling == "linear" and isinstance(factor, int):

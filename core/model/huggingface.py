@@ -1,5 +1,6 @@
-"""Hugging Face `config.json` files, read by hand: Llama, Qwen, GPT-2 and Falcon here; others in `huggingface_dense`,
-`huggingface_windows` and `huggingface_experts`, and what no layer here can express in `huggingface_refused`."""
+"""Hugging Face `config.json` files, read by hand: Llama, Qwen, GPT-2 and Falcon here; others in `huggingface_alibi`,
+`huggingface_dense`, `huggingface_windows` and `huggingface_experts`, and what no layer here can express in
+`huggingface_refused`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from ..base.errors import ModelError, Problem, did_you_mean
 from ..base.files import read_text
 from ..base.names import one_line
 from ..base.parsing import parse_json
-from . import huggingface_dense, huggingface_experts, huggingface_windows
+from . import huggingface_alibi, huggingface_dense, huggingface_experts, huggingface_windows
 from .huggingface_forms import wrong_forms
 from .huggingface_keys import Config, attention_bias, bias_fields, given, raise_problems, rope_scaling, rotary, size
 from .huggingface_refused import why_refused
@@ -80,20 +81,24 @@ def _qwen3(config: Config, name: str, source: str) -> ModelSpec:
 
 
 def _falcon(config: Config, name: str, source: str) -> ModelSpec:
-    """`FalconConfig` with parallel blocks of one norm (Falcon 7B, Falcon2 11B): LayerNorm, rotary positions, one or
-    several key heads, tied embeddings by default."""
+    """`FalconConfig` with parallel blocks of one norm (Falcon 7B, Falcon2 11B) or blocks in turn (Falcon RW):
+    LayerNorm, rotary positions or ALiBi, one or several key heads, tied embeddings by default.
+
+    Of ALiBi, `transformers` rounds the penalties to bf16, whatever the model's format; here they are not.
+    """
     problems = []
-    grouped = bool(config.get("new_decoder_architecture", False))
-    if config.get("alibi"):
-        problems.append("alibi=true is not understood; read are rotary positions.")
-    if given(config, "num_ln_in_parallel_attn", 2 if grouped else 1) != 1 or not given(config, "parallel_attn", True):
+    grouped, parallel = bool(config.get("new_decoder_architecture", False)), bool(given(config, "parallel_attn", True))
+    if given(config, "num_ln_in_parallel_attn", 2 if grouped else 1) != 1 or (grouped and not parallel):
         problems.append("a norm for attention and one for the MLP are not understood; read are parallel blocks of one.")
     if given(config, "activation", "gelu") != "gelu":
         problems.append(f"activation={config['activation']!r} is not understood; read is 'gelu'.")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaling = rope_scaling(rope, problems)
+    positions = rope_scaling(rope, problems)
+    positions["rope_theta"] = float(given(config, "rope_theta", given(rope, "rope_theta", 10000.0)))
     raise_problems(problems, source)
     hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    if config.get("alibi"):
+        positions = {"position": "alibi", "alibi_multiplier": (hidden // max(1, heads)) ** -0.5}
     shared = given(config, "multi_query", True) and not grouped
     return ModelSpec(
         name=name,
@@ -108,11 +113,10 @@ def _falcon(config: Config, name: str, source: str) -> ModelSpec:
         activation="gelu",
         norm="layernorm",
         norm_eps=float(given(config, "layer_norm_epsilon", 1e-5)),
-        rope_theta=float(given(config, "rope_theta", given(rope, "rope_theta", 10000.0))),
         tied_embeddings=bool(given(config, "tie_word_embeddings", True)),
         bias=bool(given(config, "bias", False)),
-        parallel_block=True,
-        **scaling,
+        parallel_block=parallel,
+        **positions,
     )
 
 
@@ -157,6 +161,7 @@ FAMILIES: dict[str, Callable[[Config, str, str], ModelSpec]] = {
     "qwen3": _qwen3,
     "gpt2": _gpt2,
     "falcon": _falcon,
+    **huggingface_alibi.FAMILIES,
     **huggingface_dense.FAMILIES,
     **huggingface_windows.FAMILIES,
     **huggingface_experts.FAMILIES,

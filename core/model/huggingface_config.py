@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..base.errors import ModelError
+from . import huggingface_alibi
 from .attention_kinds import layer_window, of_layer, pattern_of
 from .huggingface import model_from_config
 from .model import ModelSpec
@@ -362,19 +363,19 @@ def _gpt2(model: ModelSpec) -> dict[str, Any]:
 def _falcon(model: ModelSpec) -> dict[str, Any]:
     return {
         "activation": model.activation,
-        "alibi": False,
+        "alibi": model.position == "alibi",
         "bias": model.bias,
         "ffn_hidden_size": model.ffn_hidden_size,
         "hidden_size": model.hidden_size,
         "layer_norm_epsilon": model.norm_eps,
         "max_position_embeddings": model.max_positions,
         "multi_query": model.num_kv_heads == 1,
-        "new_decoder_architecture": model.num_kv_heads > 1,
+        "new_decoder_architecture": model.num_kv_heads > 1 and model.parallel_block,
         "num_attention_heads": model.num_heads,
         "num_hidden_layers": model.num_layers,
         "num_kv_heads": model.num_kv_heads,
         "num_ln_in_parallel_attn": 1,
-        "parallel_attn": True,
+        "parallel_attn": model.parallel_block,
         "rope_theta": model.rope_theta,
         "rope_parameters": _rope(model),
         "tie_word_embeddings": model.tied_embeddings,
@@ -409,6 +410,7 @@ _WRITERS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "olmo3": _olmo3,
     "olmoe": _olmoe,
     "gpt_oss": _gpt_oss,
+    **huggingface_alibi.WRITERS,
 }
 """Family -> its keys, most general names first: the first family that reads back as the same model is taken."""
 
@@ -439,5 +441,6 @@ ARCHITECTURES = {
     "olmo3": "Olmo3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    **huggingface_alibi.ARCHITECTURES,
 }
 """Family -> the class that `transformers` loads its files with."""

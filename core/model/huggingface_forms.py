@@ -12,13 +12,14 @@ _COUNTS = """num_hidden_layers hidden_size intermediate_size num_attention_heads
     num_nextn_predict_layers n_shared_experts first_k_dense_replace n_group topk_group num_local_experts num_experts
     n_routed_experts num_experts_per_tok n_embd n_head n_layer n_positions n_inner decoder_sparse_step moe_layer_freq
     sliding_window max_window_layers ffn_hidden_size num_kv_heads num_ln_in_parallel_attn
-    shared_expert_intermediate_size attention_chunk_size no_rope_layer_interval"""
+    shared_expert_intermediate_size attention_chunk_size no_rope_layer_interval n_embed seq_length d_model n_heads
+    n_layers expansion_ratio max_seq_len"""
 _NUMBERS = """rms_norm_eps rope_theta layer_norm_epsilon layer_norm_eps routed_scaling_factor embedding_multiplier
     residual_multiplier attention_multiplier logits_scaling logit_scale swiglu_alpha swiglu_limit clip_qkv
     partial_rotary_factor"""
 _SWITCHES = """attention_bias mlp_bias tie_word_embeddings norm_topk_prob use_sliding_window scale_attn_weights
     scale_attn_by_inverse_layer_idx add_cross_attention alibi parallel_attn new_decoder_architecture multi_query bias
-    qkv_bias use_qk_norm attn_temperature_tuning"""
+    qkv_bias use_qk_norm attn_temperature_tuning apply_residual_connection_post_layernorm no_bias"""
 _TEXTS = "model_type hidden_act activation activation_function scoring_func topk_method"
 _ROPE_NUMBERS = """rope_theta factor attention_factor beta_fast beta_slow mscale mscale_all_dim low_freq_factor
     high_freq_factor partial_rotary_factor llama_4_scaling_beta"""
@@ -68,6 +69,7 @@ FORMS: Mapping[str, Form] = {
     "rope_parameters": _TABLE,
     "rope_scaling": _TABLE,
     "quantization_config": _TABLE,
+    "attn_config": _TABLE,
 }
 ROPE_FORMS: Mapping[str, Form] = {
     **dict.fromkeys(_ROPE_NUMBERS.split(), _NUMBER),
@@ -76,14 +78,21 @@ ROPE_FORMS: Mapping[str, Form] = {
     "type": _TEXT,
     "truncate": _SWITCH,
 }
+MPT_FORMS: Mapping[str, Form] = {
+    **dict.fromkeys(("clip_qkv", "softmax_scale", "alibi_bias_max"), _NUMBER),
+    **dict.fromkeys(("prefix_lm", "qk_ln", "alibi"), _SWITCH),
+    "attn_type": _TEXT,
+}
+TABLES = {"rope_parameters": ROPE_FORMS, "rope_scaling": ROPE_FORMS, "attn_config": MPT_FORMS}
+"""Tables whose own keys have forms."""
 
 
 def wrong_forms(config: Mapping[str, Any]) -> list[str]:
     """A sentence for every key that has another form than it must have."""
     problems = _wrong(config, FORMS, "")
-    for name in ("rope_parameters", "rope_scaling"):
+    for name, forms in TABLES.items():
         if isinstance(config.get(name), dict):
-            problems += _wrong(config[name], ROPE_FORMS, f"{name}.")
+            problems += _wrong(config[name], forms, f"{name}.")
     return problems
 
 

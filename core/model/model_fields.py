@@ -50,6 +50,7 @@ _ATTENTION_FIELDS = (
     "rope_dim",
     "rope_local_theta",
     "rope_layers",
+    "alibi_multiplier",
 )
 
 SCALING_FIELDS = {
@@ -87,6 +88,7 @@ REFINEMENTS = (
     "qk_norm",
     "whole_qk_norm",
     "parallel_block",
+    "embedding_norm",
     *NORM_FIELDS,
     *MULTIPLIERS,
     *GATE_FIELDS,
@@ -152,7 +154,15 @@ class ModelFields(Bounded, section="model", problem_type=ModelError):
         "normalisation before attention and MLP", default="rmsnorm", read_by="core.model.parameters"
     )
     norm_eps: float = option("added to the variance", default=1e-5, above=0, read_by="backend.tensor_parallel.norm")
-    position: Literal["learned", "rope"] = option("how positions enter", default="rope", read_by="core.model.operators")
+    position: Literal["learned", "rope", "alibi"] = option(
+        "how positions enter",
+        default="rope",
+        more=(
+            "By a table that is added to embeddings; by turning queries and keys; or by scores that fall with the "
+            "distance (ALiBi: Press et al. 2022, arXiv 2108.12409)."
+        ),
+        read_by="core.model.operators",
+    )
     rope_theta: float = option("base of the rotary frequencies", default=10000.0, above=0, read_by="core.model.rotary")
     _: KW_ONLY
     rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = option(
@@ -259,6 +269,12 @@ class ModelFields(Bounded, section="model", problem_type=ModelError):
         read_by="backend.tensor_parallel.norm",
     )
     norm_bias: bool = option("a LayerNorm has a bias", default=True, read_by="core.model.parameters")
+    embedding_norm: bool = option(
+        "embeddings are normed before the first layer",
+        default=False,
+        more="BLOOM, arXiv 2211.05100, section 3.2.2; `--embed-layernorm` of bigscience's Megatron-DeepSpeed.",
+        read_by="core.model.operators",
+    )
     embedding_multiplier: float = option(
         "times that a token's embedding enters",
         default=1.0,
@@ -490,6 +506,13 @@ class ModelFields(Bounded, section="model", problem_type=ModelError):
         minimum=0,
         more="Gemma 2, arXiv 2408.00118, section 2.",
         read_by="backend.model.written_attention",
+    )
+    alibi_multiplier: float = option(
+        "times that ALiBi's slopes count",
+        default=1.0,
+        above=0,
+        more="Falcon scales scores behind them, which makes it 1/sqrt(head_dim).",
+        read_by="core.model.alibi",
     )
     attention_sinks: bool = option(
         "a learned score per head that takes a share of the probabilities and has no value",

@@ -20,7 +20,7 @@ from .model_fields import (
 
 _GROUPED_ONLY = (
     *("rope_layers", "rope_dim", "rope_local_theta"),
-    *("attention_sinks", "attention_scale", "whole_qk_norm", "qkv_bias"),
+    *("attention_sinks", "attention_scale", "qk_norm", "whole_qk_norm", "qkv_bias"),
 )
 """Fields of attention that latent attention does not have."""
 
@@ -60,6 +60,12 @@ def _block(model: ModelFields) -> Iterator[FieldProblem]:
     if model.parallel_block and (model.post_norms or not model.pre_norms):
         name = "post_norms" if model.post_norms else "pre_norms"
         yield name, f"{_written(model, [name])} does not go with parallel_block, whose layers have one norm."
+    if model.embedding_norm and model.position == "learned":
+        sentence = 'embedding_norm is not for position="learned", whose table is added to embeddings as they are.'
+        yield "embedding_norm", f'{sentence} Use "rope" or "alibi", or leave it out.'
+    if model.embedding_norm and model.num_mtp_layers:
+        sentence = f"embedding_norm does not go with num_mtp_layers={model.num_mtp_layers}, which norms embeddings too."
+        yield "embedding_norm", f"{sentence} Leave one of them out."
     if not model.norm_bias and model.norm != "layernorm":
         sentence = f'norm_bias=False is of a LayerNorm, but norm="{model.norm}" has no bias. Leave it out.'
         yield "norm_bias", sentence
@@ -220,6 +226,9 @@ def _attention(model: ModelFields) -> Iterator[FieldProblem]:
                     name,
                     f'{name} is for rotary positions, but position="{model.position}". Use "rope", or leave it out.',
                 )
+    if model.position != "alibi" and model.alibi_multiplier != 1:
+        sentence = f'alibi_multiplier is for ALiBi, but position="{model.position}". Use "alibi", or leave it out.'
+        yield "alibi_multiplier", sentence
     if model.is_mla:
         for name in _GROUPED_ONLY:
             if getattr(model, name):

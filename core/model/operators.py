@@ -141,12 +141,12 @@ def _layer_operators(model: ModelSpec, *, moe: bool, window: int, turns: bool) -
 
 
 def embedding_operators(model: ModelSpec) -> tuple[Operator, ...]:
-    """Token table, and the position table where positions are learned."""
+    """Token table, the position table where positions are learned, and the norm of embeddings where there is one."""
     hidden = Width(model.hidden_size)
     tokens = Operator(Role.TOKENS, Kind.LOOK_UP, Width(1, "vocab", model.vocab_size), hidden)
-    if model.position != "learned":
-        return (tokens,)
-    return tokens, Operator(Role.POSITIONS, Kind.LOOK_UP, Width(model.max_positions), hidden)
+    if model.position == "learned":
+        return tokens, Operator(Role.POSITIONS, Kind.LOOK_UP, Width(model.max_positions), hidden)
+    return (tokens, Operator(Role.TOKENS_NORM, Kind.NORM, hidden, hidden)) if model.embedding_norm else (tokens,)
 
 
 def prediction_operators(model: ModelSpec) -> tuple[Operator, ...]:

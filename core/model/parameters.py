@@ -29,6 +29,9 @@ TOKEN_TABLE = "embedding.tokens.weight"
 POSITION_TABLE = "embedding.positions.weight"
 """The table of learned positions."""
 
+TABLES = (TOKEN_TABLE, POSITION_TABLE)
+"""Parameters of which a token has a row, whose gradients need the tokens of all ranks."""
+
 INIT_STD = 0.02
 """Standard deviation with which weights start (GPT-2, section 2.3)."""
 
@@ -60,7 +63,7 @@ class Parameter:
 
 
 def embedding_parameters(model: ModelSpec) -> tuple[Parameter, ...]:
-    """Token table, and the position table where positions are learned."""
+    """Token table, the position table where positions are learned, and the norm of embeddings where there is one."""
     return block_parameters(model, embedding_block(model))
 
 

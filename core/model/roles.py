@@ -11,6 +11,7 @@ class Role(Enum):
 
     TOKENS = "embedding.tokens"
     POSITIONS = "embedding.positions"
+    TOKENS_NORM = "embedding.norm"  # of the rows of the token table, before the first layer
     ATTENTION_NORM = "attention.norm"
     QKV = "attention.qkv"
     QUERY_HEAD_NORM = "attention.query_norm"

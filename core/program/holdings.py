@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ..layout.leaves import LeafSizes
 from ..model.model import ModelSpec
 from ..model.operators import Operator
-from ..model.parameters import Parameter, operator_parameters, token_table
+from ..model.parameters import TABLES, Parameter, operator_parameters, token_table
 from ..model.roles import Role
 from .layers import stage_groups
 
@@ -82,7 +82,7 @@ def known_part(parameter: Parameter, *, sequence_parallel: bool, exact: bool) ->
         return None
     if knows_heads(parameter):
         return "heads"
-    if not sequence_parallel or parameter.name.startswith("embedding.") or (exact and len(parameter.shape) > 1):
+    if not sequence_parallel or parameter.name in TABLES or (exact and len(parameter.shape) > 1):
         return None
     return "tokens"
 

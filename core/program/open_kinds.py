@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..layout.stage_parameters import Usage
 from ..model.blocks import num_losses
+from ..model.parameters import TABLES
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -26,7 +27,7 @@ def open_kind(plan: Plan, usage: Usage) -> tuple[int, int]:
 
 def _kind(plan: Plan, usage: Usage) -> tuple[OpenKind, int]:
     name, heads = usage.parameter.name, num_losses(plan.model)
-    if name.startswith("embedding."):
+    if name in TABLES:
         return ("blocks", heads) if usage.role == "output" and plan.model.tied_embeddings else ("whole", 0)
     if name == "head.output.weight":
         return "blocks", heads

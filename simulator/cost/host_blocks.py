@@ -71,10 +71,10 @@ def is_counted(group: Group) -> bool:
 
 def is_measured(model: ModelSpec) -> bool:
     """Whether a model does without what no kernel was measured for: factors of hidden states and of norms, limits of a
-    gate, a LayerNorm without bias."""
+    gate, a LayerNorm without bias, ALiBi."""
     refined = (*MULTIPLIERS, *NORM_FIELDS, *GATE_FIELDS)
     plain = all(getattr(model, name) == getattr(ModelSpec, name) for name in refined)
-    return plain and model.activation != "quick_geglu"
+    return plain and model.activation != "quick_geglu" and model.position != "alibi"
 
 
 def rate_share(plan: Plan) -> float:

@@ -285,11 +285,13 @@ def _expert_biases(plan: Plan, profile: Profile, activation: Operator) -> Traffi
 
 
 def embedding_traffic(plan: Plan, profile: Profile) -> Traffic:
-    """Forward reads and writes each token's row (and adds its position's); backward adds rows into an fp32 table."""
+    """Forward reads and writes each token's row (and adds its position's, or norms it); backward adds rows into an
+    fp32 table."""
     sizes = _Sizes(plan)
     hidden = sizes.tokens * plan.model.hidden_size
     mask = hidden / plan.layout.tp if profile.dropout else 0.0
     scaled = _factor(plan, profile, plan.model.embedding_multiplier, 1)
+    scaled += _norms(plan, profile, int(plan.model.embedding_norm))
     return scaled + Traffic(4 * hidden * sizes.element + mask, 3, hidden * (sizes.element + 8) + mask, 3)
 
 

@@ -130,6 +130,8 @@ def embedding_nodes(tensors: LayerTensors) -> Iterator[Node]:
         forward_bytes=2 * tensors.whole,
         backward_bytes=dense + tensors.gathered,
     )
+    if tensors.plan.model.embedding_norm:
+        yield _norm(tensors, Role.TOKENS_NORM)
 
 
 def head_nodes(tensors: LayerTensors) -> Iterator[Node]:
@@ -313,7 +315,7 @@ def _kernel_sums(tensors: LayerTensors) -> int:
 
 
 def _norm(tensors: LayerTensors, role: Role) -> Node:
-    """A norm behind attention or MLP, which keeps what these make."""
+    """A norm of what nobody else keeps: behind attention or MLP, or of embeddings."""
     return Node(role.value, tensors.hidden + tensors.statistics, tensors.hidden, tensors.hidden)
 
 

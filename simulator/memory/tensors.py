@@ -128,8 +128,8 @@ class LayerTensors:
 
     def attends_by_blocks(self, core: Operator) -> bool:
         """Our own core works on blocks of queries wherever one causal call of the library does not do it all."""
-        windowed = shorter_window(core.window, self.plan.batch.sequence) > 0
-        return self.profile.counted_masks and (len(self._query_blocks) > 1 or self.num_written > 0 or windowed)
+        masked = shorter_window(core.window, self.plan.batch.sequence) > 0 or self.plan.model.position == "alibi"
+        return self.profile.counted_masks and (len(self._query_blocks) > 1 or self.num_written > 0 or masked)
 
     def attends_by_token(self, core: Operator) -> bool:
         """Whether our own core takes and gives the heads of a token one after the other, so that the output product

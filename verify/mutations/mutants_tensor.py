@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...backend.model import alibi
 from ...backend.numerics.exact import ExactNumerics
 from ...backend.tensor_parallel import context, recompute
 from ...backend.tensor_parallel.linear import ParallelLinear
@@ -168,6 +169,11 @@ def draws_routers_apart(patches: Patches, *, tp: int) -> None:
     patches.replace(context, "initial_shard", initial_shard)
 
 
+def takes_the_first_slopes(patches: Patches) -> None:
+    """Every tensor-parallel rank takes the slopes of ALiBi from the first head on."""
+    patches.replace(alibi, "first_query_head", lambda original: lambda context: 0)
+
+
 def _open_group(patches: Patches, name: str, members: Function) -> None:
     """Another group for each rank's tensor-parallel one to be mistaken for: its `wrong_group`."""
 
@@ -285,6 +291,15 @@ MUTANTS = (
         plan=lambda: tiny(tp=2, dp=2, sections={"recompute": Recompute("full", layers=(1,), distribute=True)}),
         breaks=gathers_over_other_ranks,
         expected=Expected(RECOMPUTED, "layers.1.attention.norm", ("permuted",), ("B",), ranks=(0, 1)),
+    ),
+    Mutant(
+        "XX80",
+        "slopes of ALiBi go by a rank's own heads, counted from 0",
+        "bigscience-workshop/Megatron-DeepSpeed#227",
+        plan=lambda: tiny(tp=3, model={"position": "alibi"}),
+        breaks=takes_the_first_slopes,
+        # the first token sees itself alone
+        expected=Expected(ACTIVATION, "layers.0.attention", ("other values",), ("F",), ranks=(0, 1, 2)),
     ),
     Mutant(
         "MR23",

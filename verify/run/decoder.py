@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...core.model.blocks import layer_prefix, mtp_prefix
+from ...core.model.model import ModelSpec
 from ...core.model.parameters import TOKEN_TABLE
 from ...core.model.rotary import attention_scale, rotary_frequencies, rotary_growth
 from ...core.plan.plan import Plan
@@ -128,6 +129,8 @@ class Decoder:
 
     def _embedded(self) -> Array:
         x_SH = self._looked_up(self.inputs.tokens)
+        if self.model.embedding_norm:
+            x_SH = self.norm("embedding.norm", x_SH)
         return (
             x_SH + self.weight("embedding.positions.weight")[self.positions]
             if self.model.position == "learned"
@@ -195,7 +198,8 @@ class Decoder:
 
     def _attended(self, prefix: str, q_SND: Array, k_SND: Array, v_SND: Array, layer: int) -> Array:
         """[S, N D]: each token sees those of its document up to itself, as far as the layer's window reaches. A sink
-        takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925, section 2.2)."""
+        takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925, section 2.2); with ALiBi a score falls
+        with the distance."""
         keys, queries = np.arange(len(q_SND)), np.arange(len(q_SND))[:, None]
         model, documents = self.model, self.inputs.documents
         window = model.sliding_window if _has(model.window_layers, layer) else 0
@@ -205,7 +209,10 @@ class Decoder:
         visible, found = same_kind(q_SND, seen), []
         for head in range(q_SND.shape[1]):
             scores = self.single(q_SND[:, head] @ k_SND[:, head].T * attention_scale(model))
-            scores = library(q_SND).where(visible, _capped(scores, model.attention_softcap), -math.inf)
+            scores = _capped(scores, model.attention_softcap)
+            if model.position == "alibi":
+                scores = scores - same_kind(q_SND, _alibi_slope(model, head) * (queries - keys))
+            scores = library(q_SND).where(visible, scores, -math.inf)
             if model.attention_sinks:
                 sinks = library(q_SND).broadcast_to(self.weight(f"{prefix}.core.sinks")[head], (len(keys), 1))
                 scores = library(q_SND).concatenate([scores, sinks], -1)
@@ -357,6 +364,14 @@ class Decoder:
 def _has(pattern: Sequence[int], layer: int) -> bool:
     """Whether a list of 1 and 0, repeated over the layers, has 1 for this one; an empty one has it for all."""
     return not pattern or pattern[layer % len(pattern)] == 1
+
+
+def _alibi_slope(model: ModelSpec, head: int) -> float:
+    """By how much a head's scores fall for each token between query and key (Press et al. 2022, arXiv 2108.12409,
+    section 3, and their published code for numbers of heads that are no power of two)."""
+    power = 2 ** int(math.log2(model.num_heads))
+    exponent = 8 * (head + 1) / power if head < power else 4 * (2 * (head - power) + 1) / power
+    return model.alibi_multiplier * 2.0**-exponent
 
 
 def _capped(x: Array, cap: float) -> Array:

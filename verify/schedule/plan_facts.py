@@ -11,6 +11,7 @@ from ...core.base.errors import ScheduleError
 from ...core.layout.stage_parameters import stage_parameters
 from ...core.layout.stages import StageLayers
 from ...core.model.blocks import layer_prefix
+from ...core.model.parameters import TABLES
 from ...core.plan.plan import Plan
 from ...core.program import (
     Collective,
@@ -100,7 +101,7 @@ def gradient_axes(plan: Plan, stage: int) -> frozenset[str]:
     axes -= {each.axis for each in reduce_microbatch(plan, stage) if not (waiting and each.axis.startswith("dp"))}
     if layout.tp > 1 and (layout.sequence_parallel or plan.model.qk_norm):
         whole = (parameter for parameter in held if parameter.cut is None and not parameter.expert)
-        by_tokens = (parameter for parameter in whole if not parameter.name.startswith("embedding."))
+        by_tokens = (parameter for parameter in whole if parameter.name not in TABLES)
         axis = "tp_cp" if sequences_are_cut(plan) else "tp"
         axes |= (
             {axis}

@@ -51,7 +51,8 @@ class Attention(LayerHalf):
     def _core(self, qkv: list[Part], phase: Phase) -> list[Part]:
         """Scores and their product with the values."""
         s, model = self.ranks.keys, self.ranks.plan.model
-        sizes = [("scores", s, model.head_dim, 1), ("values", model.value_head_dim, s, 1)]
+        scores = "scores less distances" if model.position == "alibi" else "scores"
+        sizes = [(scores, s, model.head_dim, 1), ("values", model.value_head_dim, s, 1)]
         return self._core_products(
             self.operations("attention.core", "forward" if phase == "forward" else "recomputed"), qkv, sizes, phase
         )

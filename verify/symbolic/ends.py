@@ -27,12 +27,15 @@ Works = Sequence[Sequence[Op]]
 
 
 def embedding(ranks: Ranks, works: Works) -> Gradients:
-    """Both tables' gradients use the tokens that the backward of the token table gathers."""
-    table, *positions = embedding_parameters(ranks.plan.model)
+    """Both tables' gradients use the tokens that the backward of the token table gathers, and a norm those that a rank
+    holds."""
+    table, *others = embedding_parameters(ranks.plan.model)
     usage = Usage(table, "embedding" if ranks.plan.model.shares_table else "")
-    lookup(ranks, "embedding.tokens", works)
-    gradient, dy = lookup_gradient(ranks, "embedding.tokens", works, usage, ranks.hidden(symbol("dy")))
-    gradients = {usage.key: gradient}
+    norm, positions = ([], others) if ranks.plan.model.position == "learned" else (others, [])
+    x, dnormed = lookup(ranks, "embedding.tokens", works), ranks.hidden(symbol("dy"))
+    gradients = norm_gradients(ranks, norm, dnormed, x)
+    dx = mapped("norm gradient", dnormed, x) if norm else dnormed
+    gradients[usage.key], dy = lookup_gradient(ranks, "embedding.tokens", works, usage, dx)
     for parameter in positions:
         own = Usage(parameter)
         gradients[own.key] = ranks.settle_gradient(

@@ -61,6 +61,7 @@ GEMMA = replace(
     sliding_window=9,
     tied_embeddings=True,
 )
+BLOOM = replace(LLAMA, num_kv_heads=6, ffn_hidden_size=4 * 48, norm="layernorm", position="alibi", tied_embeddings=True)
 
 MODELS = {
     "gpt2": ModelSpec(
@@ -166,6 +167,11 @@ MODELS = {
         sliding_window=9,
         window_layers=(1, 0),
     ),
+    "bloom": replace(BLOOM, activation="gelu_tanh", bias=True, embedding_norm=True),
+    "mpt": replace(BLOOM, activation="gelu", norm_bias=False, attention_scale=0.3),
+    "falcon with penalties": replace(
+        BLOOM, num_kv_heads=1, activation="gelu", alibi_multiplier=8**-0.5, tied_embeddings=True
+    ),
     "falcon": replace(LLAMA, **PARALLEL, rope_theta=5000.0),
     "falcon of one key head": replace(LLAMA, **PARALLEL, num_kv_heads=1, bias=True),
 }
@@ -198,7 +204,9 @@ def test_a_model_made_here_has_the_same_logits_in_transformers(family, tmp_path)
     )
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == family.split()[0]
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    # Falcon's eager attention adds the penalties of ALiBi twice
+    attention = "sdpa" if family == "falcon with penalties" else "eager"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation=attention).eval()
     (microbatch,) = rank.batches.training(0, 1.0)
     with torch.no_grad():
         ours, expected = rank.stages[0].logits(replace(microbatch, step=None), None), theirs(microbatch.tokens).logits

@@ -8,6 +8,8 @@ u = 2^-24 (Higham 2002, section 3.1).
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,9 +32,9 @@ PACKED = [[13, 1, 20, 16], [33, 17]]
 
 
 def core_of(
-    mode: str, block: int, heads: int, groups: int, width: int, window: int = 0
+    mode: str, block: int, heads: int, groups: int, width: int, **fields: Any
 ) -> tuple[AttentionCore, LayerContext]:
-    model = ModelSpec("core", 1, heads * width, 60, heads, groups, width, 259, 64, sliding_window=window)
+    model = ModelSpec("core", 1, heads * width, 60, heads, groups, width, 259, 64, **fields)
     blocks = {"gradient_token_block": block, "reduction_token_block": min(block, 5)}
     chosen = plan(model=model, samples=SAMPLES, micro=SAMPLES, sequence=SEQUENCE, mode=mode, **blocks)
     transport = MemoryWorld(1).transport(0)
@@ -90,7 +92,7 @@ def test_attention_is_that_of_the_flash_kernel(mode, block, heads, groups, lengt
 @pytest.mark.parametrize(("mode", "block"), [("exact", 50), ("exact", 16), ("fast", 16)])
 @pytest.mark.parametrize("window", [1, 11, 49])
 def test_a_window_is_that_of_a_mask_written_out(mode, block, window, lengths):
-    core, context = core_of(mode, block, 6, 2, 8, window)
+    core, context = core_of(mode, block, 6, 2, 8, sliding_window=window)
     generator = torch.Generator().manual_seed(7)
     q, k, v, dy = (torch.randn(SAMPLES, n, SEQUENCE, 8, generator=generator) for n in (6, 2, 2, 6))
     documents = documents_of(lengths)
@@ -111,6 +113,38 @@ def test_a_window_is_that_of_a_mask_written_out(mode, block, window, lengths):
     for name, own, other in zip("qkv", ours, theirs, strict=True):
         # a window of one token has no gradient of q and k
         assert (own.grad - other.grad).norm() < BOUND * (1 + other.grad.norm()), name
+
+
+SLOPES = {6: (2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3), 8: tuple(2.0**-n for n in range(1, 9))}
+"""Press et al. 2022, section 3, by number of heads; of six those of four, then two of eight."""
+
+
+@pytest.mark.parametrize("lengths", [WHOLE, PACKED], ids=["causal", "packed"])
+@pytest.mark.parametrize(("mode", "block"), [("exact", 50), ("exact", 16), ("fast", 16)])
+@pytest.mark.parametrize(("heads", "more"), [(6, {}), (8, {"sliding_window": 11, "alibi_multiplier": 0.5})])
+def test_alibi_is_that_of_a_mask_written_out(mode, block, heads, more, lengths):
+    core, context = core_of(mode, block, heads, 2, 8, position="alibi", **more)
+    generator = torch.Generator().manual_seed(7)
+    q, k, v, dy = (torch.randn(SAMPLES, n, SEQUENCE, 8, generator=generator) for n in (heads, 2, 2, heads))
+    documents = documents_of(lengths)
+    ours = [x.clone().requires_grad_() for x in (q, k, v)]
+    tokens = torch.zeros(SAMPLES, SEQUENCE, dtype=torch.int64)
+    with context.running(Microbatch(0, 0, tokens, tokens, documents=None if lengths is WHOLE else documents)):
+        y = core(*ours)
+    theirs = [x.double().requires_grad_() for x in (q, k, v)]
+    bias = torch.full((SAMPLES, heads, SEQUENCE, SEQUENCE), -torch.inf, dtype=torch.float64)
+    for sample in range(SAMPLES):
+        for i in range(SEQUENCE):
+            for j in range(max(int(documents[sample, i]), i - more.get("sliding_window", SEQUENCE) + 1), i + 1):
+                slopes = torch.tensor(SLOPES[heads], dtype=torch.float64)
+                bias[sample, :, i, j] = more.get("alibi_multiplier", 1.0) * slopes * (j - i)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(*theirs, attn_mask=bias, enable_gqa=True)
+    assert relative(y.detach(), expected.detach()) < BOUND
+    y.backward(dy)
+    expected.backward(dy.double())
+    for name, own, other in zip("qkv", ours, theirs, strict=True):
+        assert relative(own.grad, other.grad) < BOUND, name
 
 
 def test_a_token_that_saw_another_document_would_be_noticed():

@@ -114,6 +114,30 @@ MODELS = {
             "max_position_embeddings": 64,
         },
     ),
+    "falcon-alibi": (
+        "FalconForCausalLM",
+        transformers.FalconConfig,
+        {
+            **SIZES,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "multi_query": False,
+            "parallel_attn": False,
+            "alibi": True,
+            "bias": True,
+        },
+    ),
+    "bloom": (
+        "BloomForCausalLM",
+        transformers.BloomConfig,
+        {**SIZES, "hidden_size": 48, "n_layer": 2, "n_head": 6},
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        transformers.MptConfig,
+        {**SIZES, "d_model": 48, "n_layers": 2, "n_heads": 6, "attn_config": {"softmax_scale": 0.5}},
+    ),
     "llama": ("LlamaForCausalLM", transformers.LlamaConfig, {**ROTARY, "rms_norm_eps": 1e-5}),
     "llama-biased": (
         "LlamaForCausalLM",
@@ -401,6 +425,9 @@ WITH_EXPERTS = (
     *("olmoe", "gpt_oss"),
 )
 ONE_LAYOUT = {
+    "bloom": 4,
+    "mpt": 3,
+    "falcon-alibi": 2,
     "glm4": 2,
     "granitemoe": 2,
     "qwen2-moe": 3,
@@ -452,7 +479,9 @@ def written(tmp_path_factory):
         if name not in made:
             kind, config, fields = MODELS[name]
             torch.manual_seed(0)
-            model = getattr(transformers, kind)(config(**fields, attn_implementation="eager")).eval()
+            # Falcon's eager attention adds the penalties of ALiBi twice: in its mask, and once more to the scores
+            attention = "sdpa" if fields.get("alibi") else "eager"
+            model = getattr(transformers, kind)(config(**fields, attn_implementation=attention)).eval()
             with torch.no_grad():
                 for tensor in [
                     *model.parameters(),

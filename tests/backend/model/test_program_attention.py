@@ -67,6 +67,9 @@ TIED = ModelSpec(
     bias=True,
     norm="layernorm",
 )
+BLOOM = replace(
+    TIED, name="bloom", num_mtp_layers=0, num_heads=6, num_kv_heads=3, position="alibi", embedding_norm=True
+)
 
 
 def plan_of(model: ModelSpec, layout: Layout, mode: str, *, micro: int = 1, dtype: str = "fp32", **choices) -> Plan:
@@ -82,6 +85,8 @@ LAYOUTS = [
     pytest.param(
         OLMO, Layout(tp=3, sequence_parallel=True), {"recompute": Recompute("full")}, id="whole-norms-tp3-sp-recomputed"
     ),
+    pytest.param(BLOOM, Layout(tp=3, sequence_parallel=True), {"dtype": "bf16"}, id="bloom-tp3-sp-bf16"),
+    pytest.param(BLOOM, Layout(tp=3, cp=2), {"sequence": 32, "packed": True}, id="bloom-tp3-cp2-packed"),
     pytest.param(LATENT, Layout(tp=3), {"dtype": "bf16"}, id="latent-tp3-bf16"),
     pytest.param(LATENT, Layout(tp=3, sequence_parallel=True), {"micro": 2}, id="latent-tp3-sp"),
     pytest.param(

@@ -21,6 +21,7 @@ from shardproof.core.imports.megatron_experts import layer_pattern
 from shardproof.core.imports.megatron_flags import RELEASES, UNDER, all_flags
 from shardproof.core.imports.megatron_write import write
 from shardproof.core.layout.stages import layers_written
+from shardproof.core.model.rotary import rotary_growth
 from shardproof.core.plan.keys import KEYS
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan, any_plan, build_plan
@@ -278,6 +279,7 @@ def test_a_schedule_of_which_something_is_not_known_leaves_the_rate_as_it_is():
     assert set(whys) == {"--min-lr", "--lr-decay-style"} and "--min-lr is not known here" in whys["--lr-decay-style"]
 
 
+STAGES = "--pipeline-model-parallel-size"
 SHARED = "--num-experts 4 --moe-shared-expert-intermediate-size 96 --moe-ffn-hidden-size 64"
 BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1 --bf16 "
 
@@ -299,7 +301,16 @@ BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 51
         ("--softmax-type vanilla", "no-effect", None, "default"),
         ("--softmax-type off-by-one", "refused", "model.attention_sinks", "learnable"),
         ("--save $WHERE", "no-effect", None, "checkpoints"),
-        ("--position-embedding-type alibi", "refused", "model.position", "learned and rotary"),
+        ("--position-embedding-type alibi", "mapped", "model.position", ""),
+        ("--position-embedding-type relative", "refused", "model.position", "learned positions, rotary ones and ALiBi"),
+        ("--embed-layernorm --position-embedding-type alibi", "mapped", "model.embedding_norm", ""),
+        ("--embed-layernorm", "not-modelled", None, "where no positions are added"),
+        ("--no-position-embedding --position-embedding-type alibi", "no-effect", None, "no table"),
+        (f"--pp-partition-method 'type:transformer|embedding' {STAGES} 2", "mapped", "layout.stages", ""),
+        (f"--pp-partition-method type:transformer {STAGES} 4", "mapped", "layout.stages", ""),
+        (f"--pp-partition-method 'type:transformer|embedding' {STAGES} 4", "not-modelled", None, "not even"),
+        (f"--pp-partition-method parameters {STAGES} 4", "not-modelled", None, "not how many layers"),
+        ("--pp-partition-method parameters", "no-effect", None, "makes it count"),
         ("--optimizer sgd", "mapped", "optimizer.name", ""),
         ("--optimizer muon", "mapped", "optimizer.name", ""),
         ("--optimizer lion", "refused", "optimizer.name", "a plan has adamw, muon, sgd"),
@@ -424,6 +435,56 @@ def test_latent_attention_has_no_bias_of_queries():
     assert (said.status, said.why) == ("no-effect", "projections of latent attention have no bias")
 
 
+LATENT = "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 "
+
+
+def test_of_latent_attention_only_the_output_product_has_a_bias():
+    model = any_plan(imported(BASE + LATENT + "--qk-layernorm", num_devices=8).values, "x.sh").model
+    assert (model.bias, model.attention_output_bias, model.mlp_bias, model.qk_norm) == (False, True, True, False)
+    without = any_plan(imported(BASE + LATENT + "--disable-bias-linear", num_devices=8).values, "x.sh").model
+    assert not (without.bias or without.attention_output_bias or without.mlp_bias)
+
+
+def test_low_rank_vectors_that_megatron_does_not_norm_are_said():
+    plain, normed = (imported(BASE + LATENT + words, num_devices=8) for words in ("", "--qk-layernorm"))
+    assert [any("--qk-layernorm" in each for each in found.assumed) for found in (plain, normed)] == [True, False]
+
+
+YARN = "--position-embedding-type yarn --rotary-scaling-factor 8 "
+
+
+def test_yarn_without_latent_attention_is_that_of_megatron():
+    words = YARN + "--yarn-original-max-position-embeddings 2048 --yarn-beta-fast 16 --yarn-beta-slow 2 --mscale 0.5 "
+    found = imported(BASE + words + "--no-yarn-correction-range-round-to-int", num_devices=8)
+    model = any_plan(found.values, "x.sh").model
+    assert (model.rope_scaling, model.rope_factor, model.rope_original_positions) == ("yarn", 8.0, 2048)
+    assert (model.rope_beta_fast, model.rope_beta_slow, model.rope_truncate) == (16.0, 2.0, False)
+    # 0.1 * 0.5 * ln 8 + 1, which nothing divides
+    assert rotary_growth(model) == pytest.approx(1.10397, abs=1e-5)
+    assert {each.status for each in found.settings if "yarn" in each.flag} == {"mapped"}
+    usual = any_plan(imported(BASE + YARN, num_devices=8).values, "x.sh").model
+    assert (usual.rope_original_positions, usual.rope_beta_fast, usual.rope_truncate) == (4096, 32.0, True)
+    assert rotary_growth(usual) == pytest.approx(1.20794, abs=1e-5)
+    still = imported(BASE + "--position-embedding-type yarn", num_devices=8)
+    assert any_plan(still.values, "x.sh").model.rope_scaling == "none"
+
+
+def test_deepspeeds_cut_counts_both_ends_as_layers():
+    words = "--pipeline-model-parallel-size 2 --pp-partition-method 'type:transformer|embedding'"
+    assert imported(BASE + words, num_devices=8).values["layout"]["stages"].value == "Et*4|t*4L"
+
+
+def test_positions_of_a_fork_are_written_for_it_and_said():
+    words = BASE + "--position-embedding-type alibi --embed-layernorm --vocab-size 1000"
+    plan = any_plan(imported(words, num_devices=8).values, "x.sh")
+    assert (plan.model.position, plan.model.embedding_norm) == ("alibi", True)
+    exported = write(plan)
+    again = any_plan(imported(exported.files[0][1], num_devices=8).values, "x.sh")
+    assert (again.model.position, again.model.embedding_norm) == ("alibi", True)
+    assert "bigscience" in dict(exported.lost)["model.position"]
+    assert "bigscience" in dict(exported.lost)["model.embedding_norm"]
+
+
 def test_layers_that_are_otherwise_are_counted_as_megatron_counts_them():
     words = "--position-embedding-type rope --rotary-percent 0.25 --window-size 127,0 --softmax-type learnable "
     fields = {}
@@ -490,9 +551,18 @@ def plans(draw) -> Plan:
     if latent:
         model |= {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
         model |= {"q_lora_rank": draw(st.sampled_from([0, 96]))}
+        del model["qk_norm"]
+        if model.pop("bias"):
+            model |= {"attention_output_bias": True, "mlp_bias": True}
+        if draw(st.booleans()):
+            model |= {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 4096}
+            model |= {"rope_mscale": 1.0, "rope_mscale_all_dim": draw(st.sampled_from([0.0, 0.5]))}
     else:
         model |= {"num_kv_heads": draw(st.sampled_from([4, heads]))}
         model |= {"position": draw(st.sampled_from(["rope", "learned"]))}
+        if model["position"] == "rope" and draw(st.booleans()):
+            model |= {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 2048}
+            model |= {"rope_beta_fast": 16.0, "rope_truncate": draw(st.booleans()), "rope_mscale": 1.0}
         if model["position"] == "rope":
             model |= {"rope_theta": draw(st.sampled_from([10000.0, 500000.0]))}
             model |= {"rope_dim": draw(st.sampled_from([0, 16]))}
@@ -511,7 +581,8 @@ def plans(draw) -> Plan:
         if model["num_shared_experts"]:
             model |= {"shared_expert_gate": draw(st.booleans())}
             model |= draw(st.sampled_from([{}, {"shared_expert_ffn_hidden_size": 384}]))
-        model |= {"router_scores": draw(st.sampled_from(["softmax", "sigmoid"])), "router_bias": model["bias"]}
+        biased = model.get("bias", model.get("mlp_bias", False))
+        model |= {"router_scores": draw(st.sampled_from(["softmax", "sigmoid"])), "router_bias": biased}
         layout |= {"ep": draw(st.sampled_from([1, 2])), "etp": draw(st.sampled_from([1, tp]))}
     recompute = draw(
         st.sampled_from(

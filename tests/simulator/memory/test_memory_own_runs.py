@@ -46,7 +46,10 @@ MODELS |= {
     "capped": replace(MODELS["llama"], **WINDOWS, attention_softcap=2.0, logit_softcap=1.0),
     "sinks": replace(MODELS["llama"], **WINDOWS, attention_sinks=True, rope_layers=(0, 1)),
 }
+MODELS["bloom"] = replace(MODELS["gpt"], position="alibi", embedding_norm=True)
 RUNS = [
+    ("bloom", "fast", Layout(tp=2), "1F1B"),
+    ("bloom", "exact", Layout(pp=2), "1F1B"),
     ("windows", "fast", Layout(pp=2), "1F1B"),
     ("windows", "exact", Layout(pp=2), "1F1B"),
     ("capped", "fast", Layout(), "1F1B"),

@@ -150,6 +150,8 @@ WINDOWED = ModelSpec(
     rope_original_positions=8,
 )
 CAPPED = ModelSpec("capped", 2, 32, 50, 6, 3, 8, 256, 64, **problems.CAPPED)
+BLOOM = ModelSpec("bloom", 2, 32, 50, 12, 6, 5, 256, 64, **problems.BLOOM, tied_embeddings=True)
+FAR = ModelSpec("far", 2, 32, 50, 12, 6, 4, 256, 64, position="alibi", bias=True, attention_dropout=0.1)
 BOTH = ModelSpec(
     "both",
     2,
@@ -168,6 +170,8 @@ DISTRIBUTED = Recompute("full", distribute=True)
 LAYOUTS = [  # first what no other test of layouts has
     pytest.param(tiny(BOTH, cp=4, cp_inner=2, sequence=64, samples=1), id="sinks-caps-cp4-heads-exchanged"),
     pytest.param(tiny(CAPPED, tp=3, pp=2, samples=2), id="caps-local-base-tp3-pp2"),
+    pytest.param(tiny(BLOOM, tp=3, cp=2, sequence=32, sequence_parallel=True, dtype="bf16"), id="bloom-tp3-cp2-sp"),
+    pytest.param(tiny(FAR, cp=4, cp_inner=2, sequence=64, samples=1), id="alibi-dropout-cp4-heads-exchanged"),
     *LAYOUTS,
     pytest.param(tiny(BOTH, tp=2, cp=2, sequence=32, train={"packed": True}, dtype="bf16"), id="sinks-packed-cp2"),
     pytest.param(tiny(BOTH, tp=2, recompute=Recompute("selective")), id="sinks-core-recomputed"),

@@ -22,7 +22,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.sections import Batch, Precision
-from shardproof.verify.matrix.problems import BIASED, DEEPSEEK, GROUPS, LATENT, PROBLEMS, TOKENS
+from shardproof.verify.matrix.problems import BIASED, BLOOM, DEEPSEEK, GROUPS, LATENT, PROBLEMS, TOKENS
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import tiny
 from shardproof.verify.run import derivative, draws, proof_run
@@ -92,6 +92,7 @@ RIGHT: Mapping[str, Plan] = {
     ),
     "gradients in bf16": small(dtype="bf16", gradient_dtype="bf16"),
     "fp16": small(model={**MIXTURE, "hidden_dropout": 0.2, "attention_dropout": 0.3}, dtype="fp16"),
+    "ALiBi, embeddings normed": small(model={**SMALL, **BLOOM, "attention_dropout": 0.1}),
     "window": small(model={**SMALL, "sliding_window": 3, "qk_norm": True, "activation": "geglu"}),
     "later tokens and documents": small(model={**MIXTURE, "num_mtp_layers": 2}, train={"packed": True, **ROUTED}),
 }

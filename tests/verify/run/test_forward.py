@@ -19,6 +19,7 @@ from shardproof.backend.tensor_parallel.norm import Norm
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.model.parameters import parameters
 from shardproof.core.plan.plan import Plan
+from shardproof.verify.matrix.problems import BLOOM
 from shardproof.verify.mutations.patches import Broken, Patches
 from shardproof.verify.mutations.plans import tiny
 from shardproof.verify.run import proof_run
@@ -74,6 +75,7 @@ RIGHT: Mapping[str, Plan] = {
     "grouped queries, window, normed heads": plan(
         model={"num_kv_heads": 2, "sliding_window": 5, "qk_norm": True, "activation": "geglu"}
     ),
+    "ALiBi of six heads": plan(model={**BLOOM, "num_heads": 6, "num_kv_heads": 3, "alibi_multiplier": 2.0}),
     "latent attention": plan(model={**LATENT, "norm": "layernorm", "bias": True, "activation": "gelu_tanh"}),
     "yarn": plan(
         model={
@@ -109,6 +111,10 @@ def forgets_the_scale(patches: Patches) -> None:
 
 def turns_the_other_way(patches: Patches) -> None:
     patches.replace(attention, "rotate", lambda original: lambda x, cos, sin: original(x, cos, -sin))
+
+
+def halves_the_slopes(patches: Patches) -> None:
+    patches.replace(attention_core, "own_slopes", lambda original: lambda context: [x / 2 for x in original(context)])
 
 
 def shifts_positions(patches: Patches) -> None:
@@ -165,6 +171,7 @@ MISTAKES: Mapping[str, tuple[Callable[[Patches], None], dict[str, Any], str]] = 
     "no scale of scores": (forgets_the_scale, {}, ATTENTION),
     "rotary positions backwards": (turns_the_other_way, {}, ATTENTION),
     "rotary positions shifted around": (shifts_positions, {}, ATTENTION),
+    "slopes of twice as many heads": (halves_the_slopes, {"model": BLOOM}, ATTENTION),
     "gate and up-projection exchanged": (takes_up_for_gate, {}, MLP),
     "no epsilon in norms": (forgets_epsilon, {}, "layers.0.attention.norm"),
     "no label smoothing": (forgets_the_smoothing, {"train": {"label_smoothing": 0.1}}, "head.losses"),

@@ -40,7 +40,8 @@ WIDE = replace(LATENT, name="wide", q_lora_rank=0, v_head_dim=12, bias=True, nor
 AHEAD = ModelSpec("ahead", 1, 32, 48, 4, 4, 8, 256, 32, num_mtp_layers=2)
 TIED = replace(AHEAD, name="tied", num_mtp_layers=1, tied_embeddings=True, qk_norm=True)
 SINKS = replace(QWEN, name="sinks", attention_sinks=True, sliding_window=3)
-MODELS = [QWEN, LATENT, WIDE, AHEAD, TIED, SINKS]
+BLOOM = replace(QWEN, name="bloom", position="alibi", embedding_norm=True, norm="layernorm", bias=True, qkv_bias=False)
+MODELS = [QWEN, LATENT, WIDE, AHEAD, TIED, SINKS, BLOOM]
 UP = Recompute("selective", modules=("core_attn", "mla_up_proj"))
 
 
