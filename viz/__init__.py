@@ -1,4 +1,5 @@
-"""Timelines as text, SVG, PNG, pages and traces. Draws what it is given and computes nothing.
+"""Timelines, maps of ranks and tables of numbers as text, SVG, PNG, pages and traces. Draws what it is
+given and computes nothing.
 
 `draw` is bound here, after its module has been loaded: it is also the name of the module, and what is bound last stays.
 """

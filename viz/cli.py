@@ -29,6 +29,8 @@ from ..core.schedule.timeline import Timeline
 from ..core.schedule.traces import load
 from .curves_cli import METRICS_SUFFIX, draw_curves
 from .draw import SUFFIXES, draw, kind_of
+from .maps_cli import STEP, draw_plan
+from .maps_cli import configure as configure_maps
 from .page.content import Extra
 from .page.html import schedules_to_html
 from .page.schedules import sized
@@ -50,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_durations(parser)
     group = parser.add_argument_group("picture")
+    configure_maps(group)
     group.add_argument(
         "--compare",
         metavar="OTHER",
@@ -96,6 +99,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draws; exit code 0."""
     output = None if args.output in (None, "-") else args.output
+    if args.what != STEP:
+        return draw_plan(args, output)
+    if args.axis:
+        raise PlanError(
+            f"--axis {args.axis} has no effect on a step. Leave it out, or ask for --what layout or traffic."
+        )
     if (args.plan or "").endswith(METRICS_SUFFIX):
         return draw_curves(args, output, color=output is None and not args.json and _wants_color())
     args.compare = _only_other(args.compare)

@@ -53,10 +53,11 @@ def format_s(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Binary units: `512 B`, `1.50 KiB`, `61.2 GiB`."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    """Binary units: `512 B`, `1.5 KiB`, `61.2 GiB`, `1012 MiB`."""
+    for unit, scale in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= scale:
-            return f"{count / scale:.3g} {unit}"
+            number = count / scale
+            return f"{number:.3g} {unit}" if abs(number) < 999.5 else f"{number:.0f} {unit}"
     return f"{count:.0f} B"
 
 

@@ -21,7 +21,7 @@ QUESTIONS = {
     "import": "what is this Megatron-LM script, torchtitan file, ... as a plan? --explain accounts for every setting",
     "export": "what is this plan in the words of Megatron-LM, torchtitan, torchrun, Slurm, Kubernetes, ...?",
     "verify": "is it right? static rules; --dynamic proves bits against one device",
-    "draw": "show me: a Gantt chart, or the loss curves of runs, in the terminal, as SVG or PNG",
+    "draw": "show me: a Gantt chart, where ranks lie and what they send, loss curves; in the terminal, SVG, PNG, HTML",
     "train": "run it: real processes, here or under torchrun",
     "tokenize": "what are the tokens of this text? text or JSONL files to a token file that train reads",
     "calibrate": "what does this machine take? measures products, kernels and collectives into a cluster file",

@@ -1,2 +1,2 @@
-"""Which rank holds what: grids of ranks, stages, chunks of sequences, microbatches, leaves of sums.
-Knows no order in time."""
+"""Which rank holds what, where it lies, what it sends to whom: grids and maps of ranks, stages,
+chunks of sequences, microbatches, leaves of sums. Knows no order in time."""

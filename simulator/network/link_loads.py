@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING
 
 from ...core.plan.plan import Plan
-from ...core.program import Collective, Message, operations
-from ...core.schedule.action import SENDS, Kind
 from ...core.schedule.schedule import Schedule
-from .spreads import Spreads
+from .sent_bytes import MESSAGE, sent_bytes
 from .topology import Link, capacity_bytes_per_s, collective_loads, route, topology
 
 if TYPE_CHECKING:
     import networkx
-
-PIPELINE = "pp"
-"""The axis of messages between stages."""
 
 LEAST_SHOWN = 0.005
 """Share of a link's bytes below which an axis is not named."""
@@ -67,10 +61,9 @@ def link_loads(plan: Plan, schedule: Schedule) -> tuple[LinkLoad, ...]:
     Messages take their routes; a collective passes data from neighbour to neighbour, and an all-to-all sends every
     member its part (`topology.collective_loads`). Trees and sums in switches spread the same bytes otherwise.
     """
-    counts = [_counts(schedule, pp_rank) for pp_rank in range(schedule.num_ranks)]
     loads: dict[Link, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for (axis, op, members), sent in _sent(plan, counts).items():
-        if op == "message":
+    for (axis, op, members), sent in sent_bytes(plan, schedule).items():
+        if op == MESSAGE:
             shares = dict.fromkeys(route(plan.cluster, *members), 1.0)
         else:
             shares = collective_loads(plan.cluster, members, op)
@@ -112,47 +105,3 @@ def axes_of(bytes_of_axis: Mapping[str, float]) -> str:
 def busiest(loads: Iterable[LinkLoad]) -> list[LinkLoad]:
     """Of each kind of link the busiest, the busiest first."""
     return list({load.link[0]: load for load in reversed([*loads])}.values())[::-1]
-
-
-def _counts(schedule: Schedule, pp_rank: int) -> Counter[tuple[int, Kind]]:
-    """How often a pipeline rank runs each kind of action of each of its stages."""
-    return Counter((part.stage, part.kind) for action in schedule.row(pp_rank) for part in action.parts)
-
-
-def _sent(plan: Plan, counts: list[Counter[tuple[int, Kind]]]) -> dict[tuple[str, str, tuple[int, ...]], float]:
-    """Bytes that all members together send, by axis, operation and group; those of a message by its two ends."""
-    layout, found = plan.layout, defaultdict[tuple[str, str, tuple[int, ...]], float](float)
-    for tp_rank, cp_rank, dp_rank in product(range(layout.tp), range(layout.cp), range(layout.dp)):
-        ranks = _OfReplica(plan, tp_rank, cp_rank, dp_rank)
-        for pp_rank, of_rank in enumerate(counts):
-            here = ranks.global_rank(pp_rank)
-            for (stage, kind), count in of_rank.items():
-                replica = plan.placement.replica_of(stage, pp_rank)
-                for work in operations(plan, kind, stage, tp_rank, dp_rank, cp_rank=cp_rank, replica=replica):
-                    if isinstance(work, Message):
-                        peer = ranks.global_rank(_peer(plan, kind, stage, replica))
-                        if peer != here:
-                            found[PIPELINE, "message", (here, peer)] += count * work.num_bytes
-                    elif isinstance(work, Collective) and work.group_size > 1:
-                        members = tuple(ranks.members(work.axis, stage, pp_rank).tolist())
-                        found[work.axis, work.op, members] += count * work.sent_bytes
-    return found
-
-
-def _peer(plan: Plan, kind: Kind, stage: int, replica: int) -> int:
-    """The pipeline rank that a send goes to."""
-    assert kind in SENDS
-    owners = plan.placement.ranks[stage + (1 if kind is Kind.SEND_F else -1)]
-    return owners[min(replica, len(owners) - 1)]
-
-
-class _OfReplica(Spreads):
-    """The groups of any one place in the dense grid."""
-
-    def __init__(self, plan: Plan, tp_rank: int, cp_rank: int, dp_rank: int):
-        super().__init__(plan, dp_rank)
-        self._first = plan.layout.global_rank(tp=tp_rank, cp=cp_rank, dp=dp_rank)
-
-    def global_rank(self, pp_rank: int) -> int:
-        """The rank of that place on a pipeline rank."""
-        return self._first + pp_rank * self._dense["pp"]

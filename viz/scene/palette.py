@@ -110,5 +110,17 @@ def curve(index: int, count: int) -> str:
     return CURVES[round(index * (len(CURVES) - 1) / max(count - 1, 1)) if count > 1 else 0]
 
 
+def ramp(share: float) -> str:
+    """A colour of the ramp that memory curves have, from 0 to 1, dark to light.
+
+    >>> ramp(0.0), ramp(1.0)
+    ('#30246b', '#e9bd4f')
+    """
+    place = min(max(share, 0.0), 1.0) * (len(CURVES) - 1)
+    low = min(int(place), len(CURVES) - 2)
+    parts = zip(_channels(CURVES[low]), _channels(CURVES[low + 1]), strict=True)
+    return "#" + "".join(f"{round(one + (other - one) * (place - low)):02x}" for one, other in parts)
+
+
 def _channels(color: str) -> list[int]:
     return [int(color[i : i + 2], 16) for i in (1, 3, 5)]

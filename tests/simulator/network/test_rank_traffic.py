@@ -1,0 +1,82 @@
+"""Traffic between ranks: against what the program counts for each rank, and against the links that it crosses."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from helpers.plans import product_plan
+from shardproof import Layout, Plan
+from shardproof.core.base.errors import LayoutError
+from shardproof.core.machine.cluster_presets import cluster_preset
+from shardproof.core.program import Collective, Message
+from shardproof.core.program.of_rank import step_of_rank
+from shardproof.simulator.network import rank_traffic as module
+from shardproof.simulator.network.link_loads import link_loads
+from shardproof.simulator.network.rank_traffic import rank_traffic
+from shardproof.simulator.step.step import lowered_schedule
+
+
+def plan(layout: Layout, model: str = "llama3-8b", **more: object) -> Plan:
+    machine = replace(cluster_preset("dgx-h100", layout.world_size), devices_per_node=4, nics_per_node=0, rails=False)
+    return product_plan(layout, model=model, num_layers=4, cluster=machine, samples=16, sequence=1024, **more)  # type: ignore[arg-type]
+
+
+CASES = {
+    "dense": plan(Layout(tp=2, pp=2, dp=4, zero=1, sequence_parallel=True)),
+    "exact": plan(Layout(tp=2, pp=2, dp=2), mode="exact"),
+    "context": plan(Layout(tp=2, cp=2, pp=2, dp=2, zero=2)),
+    "experts": plan(Layout(tp=2, pp=2, dp=4, ep=4, etp=1), model="mixtral-8x7b"),
+    "replicas": plan(Layout(pp=4, dp=2), schedule="DualPipe"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_sends_what_its_program_says(case: str) -> None:
+    schedule = lowered_schedule(CASES[case])
+    found = rank_traffic(CASES[case], schedule)
+    for rank in range(found.num_ranks):
+        expected: defaultdict[str, float] = defaultdict(float)
+        for action, works in step_of_rank(CASES[case], schedule, rank).items():
+            for work, count in works.items():
+                if action is not None and isinstance(work, Collective) and work.group_size > 1:
+                    expected[work.axis] += count * work.sent_bytes
+                elif isinstance(work, Message):
+                    expected["pp"] += count * work.num_bytes
+        sent = {axis: float(matrix[rank].sum()) for axis, matrix in found.matrices.items() if matrix[rank].any()}
+        assert sent == pytest.approx({axis: num_bytes for axis, num_bytes in expected.items() if num_bytes})
+
+
+@pytest.mark.parametrize("case", ["dense", "experts"])
+def test_what_leaves_nodes_is_what_their_cards_send(case: str) -> None:
+    schedule = lowered_schedule(CASES[case])
+    cards: defaultdict[str, float] = defaultdict(float)
+    for load in link_loads(CASES[case], schedule):
+        for axis, num_bytes in load.bytes_of_axis.items():
+            cards[axis] += num_bytes * (load.link[0] == "card-out")
+    for axis in rank_traffic(CASES[case], schedule).axes:
+        assert axis.between_nodes_bytes == pytest.approx(cards[axis.name])
+
+
+def test_rows_of_many_ranks_are_nodes_with_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = lowered_schedule(CASES["experts"])
+    fine = rank_traffic(CASES["experts"], schedule)
+    assert (fine.unit_name, fine.num_units) == ("rank", 16)
+    for most, unit, name in ((8, 4, "node"), (2, 8, "2 nodes")):
+        monkeypatch.setattr(module, "MOST_ROWS", most)
+        coarse = rank_traffic(CASES["experts"], schedule)
+        assert (coarse.ranks_per_unit, coarse.unit_name) == (unit, name)
+        blocks = fine.matrix.reshape(16 // unit, unit, 16 // unit, unit).sum(axis=(1, 3))
+        np.testing.assert_allclose(coarse.matrix, blocks)
+        assert coarse.axes == fine.axes
+
+
+def test_one_axis_alone_and_one_that_sends_nothing() -> None:
+    found = rank_traffic(CASES["dense"], lowered_schedule(CASES["dense"]))
+    alone = found.only("pp")
+    assert (alone.matrix == found.matrices["pp"]).all() and [axis.name for axis in alone.axes] == ["pp"]
+    with pytest.raises(LayoutError, match="nothing is sent over cp"):
+        found.only("cp")
