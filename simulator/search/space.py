@@ -22,13 +22,14 @@ from ...core.layout.microbatches import microbatch_counts
 from ...core.layout.stages import balanced_stages
 from ...core.plan.batch_sizes import sizes_of
 from ...core.plan.plan import Plan
-from ...core.plan.rules import broken_rules
+from ...core.plan.rules import Rule, broken_rules
 from ...core.plan.rules.schedule import actions_are_bounded
 from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
 from ...core.schedule import CATALOG
 from ..cost.pricing import Pricing
 from ..stack.profiles import PROFILES
 from .freed import STAGES, is_another, without_whole
+from .legal import Legality
 from .memory_floor import MemoryFloors
 from .min_max import min_max_stages, work_of
 
@@ -105,6 +106,18 @@ class Cut(NamedTuple):
         return len(self.zeros)
 
 
+class _Draft(NamedTuple):
+    """Degrees and chunks before the microbatch is known: their layout (None where it is illegal), the schedules to try
+    and which of them have a problem with the chunks, and the first rule that is broken whatever the microbatch. Not
+    `is_searched` where other spaces have the layout too."""
+
+    layout: Layout | None
+    names: tuple[str, ...] = ()
+    problems: tuple[bool, ...] = ()
+    broken: tuple[int, Rule] | None = None
+    is_searched: bool = False
+
+
 @dataclass(frozen=True)
 class Pinned:
     """Values fixed by the user take the place of those a search would try."""
@@ -130,24 +143,24 @@ class Pinned:
 def families(space: SearchSpace, tally: Tally, part: tuple[int, int] = (1, 1)) -> Iterator[Family]:
     """All families that obey the rules, of the degrees that are a part's: (number, of how many). Counts what breaks a
     rule: where the degrees, the chunks or the microbatch do, all combinations with them once."""
-    pinned = Pinned(space)
+    pinned, legality = Pinned(space), Legality(_shared_nouns(space), space.batch)
     _check_recompute(space, pinned)
-    found = False
+    batches = [replace(space.batch, micro_size=micro) for micro in pinned.values("batch.micro", MICRO_SIZES)]
+    found, base = False, None
     number, of = part
     for place, degrees in enumerate(_degrees(space, pinned)):
         found = True
         if place % of != number - 1:
             continue
         chunks = pinned.values("layout.vpp", range(1, MAX_CHUNKS + 1) if degrees["pp"] > 1 else (1,))
-        for micro in pinned.values("batch.micro", MICRO_SIZES):
-            batch = replace(space.batch, micro_size=micro)
-            skeletons = [
-                each for vpp in chunks for each in _skeletons(space, pinned, tally, {**degrees, "vpp": vpp}, batch)
-            ]
+        drafts = [_draft(space, pinned, legality, {**degrees, "vpp": vpp}) for vpp in chunks]
+        for batch in batches:
+            skeletons = [each for draft in drafts for each in _skeletons(tally, legality, draft, batch)]
             zeros = _zeros(space, pinned, tally, skeletons[0][0]) if skeletons else ()
             if zeros:
                 tried = tuple(Skeleton(layout, dict.fromkeys(names, zeros)) for layout, names in skeletons)
-                for plan in _recomputed(space, pinned, tried[0], batch, zeros[0]):
+                for plan in _recomputed(space, pinned, tried[0], batch, zeros[0], base):
+                    base = plan
                     more = _min_max_cuts(space, plan, tried) if STAGES in space.free else ()
                     yield Family(space, plan, (*tried, *more))
     if not found:
@@ -225,11 +238,13 @@ def _choice(name: str, max_active_stages: int | None = None) -> ScheduleChoice:
     return ScheduleChoice(name, max_active_stages=max_active_stages)
 
 
-@lru_cache(maxsize=4096)
 def _cut_layout(layout: Layout, sequence_parallel: bool, zero: int) -> Layout:
-    """A layout with other values of what has no rule to obey but its own range; kept, because a search asks for each
-    with every microbatch and recomputation."""
-    return replace(layout, sequence_parallel=sequence_parallel, zero=zero)
+    """A layout with other values of what has no rule to obey but its own range, which are not checked again."""
+    if (layout.sequence_parallel, layout.zero) == (sequence_parallel, zero):
+        return layout
+    made = object.__new__(Layout)
+    made.__dict__.update(layout.__dict__, sequence_parallel=sequence_parallel, zero=zero)
+    return made
 
 
 def _changed(plan: Plan, **nouns: Any) -> Plan:
@@ -286,41 +301,53 @@ def _no_degrees(space: SearchSpace) -> str:
     )
 
 
-def _skeletons(
-    space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[str, Any], batch: Batch
-) -> list[tuple[Layout, tuple[str, ...]]]:
-    """Which schedules can run with these degrees and microbatch, those of one placement together."""
-    names = pinned.values("schedule.name", _names(space, degrees["pp"], degrees["vpp"]))
+def _draft(space: SearchSpace, pinned: Pinned, legality: Legality, degrees: dict[str, Any]) -> _Draft:
+    """What is known of degrees and chunks before the microbatch is."""
     try:
         layout = Layout(
             **degrees, order=pinned.one("layout.order", DEFAULT_ORDER), stages=_stages(space, pinned, degrees)
         )
-        layout = replace(layout, sequence_parallel=_must_cut_sequence(layout))
     except LayoutError:
+        return _Draft(None)
+    layout = _cut_layout(layout, _must_cut_sequence(layout), layout.zero)
+    if not is_another(space, layout):
+        return _Draft(layout)
+    names = pinned.values("schedule.name", _names(space, layout.pp, layout.vpp))
+    problems = tuple(bool(CATALOG[name].vpp_problem(layout.pp, layout.vpp)) for name in names)
+    return _Draft(layout, names, problems, legality.of_layout(layout), is_searched=True)
+
+
+def _skeletons(tally: Tally, legality: Legality, draft: _Draft, batch: Batch) -> list[tuple[Layout, tuple[str, ...]]]:
+    """Which schedules can run with these degrees, chunks and microbatch, those of one placement together."""
+    layout = draft.layout
+    if layout is None:
         tally.reject("illegal-layout")
         return []
-    if not is_another(space, layout):
+    if not draft.is_searched:
         return []
-    if broken := broken_rules({**_shared_nouns(space), "layout": layout, "batch": batch}):
-        tally.reject(broken[0].rule.name)
+    if broken := legality.broken(layout, batch, draft.broken):
+        tally.reject(broken.name)
         return []
-    if names and any(actions_are_bounded(batch, layout, _choice(names[0]))):  # as long whatever the order
+    if draft.names and any(actions_are_bounded(batch, layout, _choice(draft.names[0]))):  # as long whatever the order
         tally.reject("actions-are-bounded")
         return []
     legal: dict[object, list[str]] = {}
-    for name in names:
-        if CATALOG[name].vpp_problem(layout.pp, layout.vpp):
+    multiples = {CATALOG[name].multiple for name in draft.names}
+    counts = {multiple: _all_counts(batch, layout, multiple) for multiple in multiples}
+    for name, problem in zip(draft.names, draft.problems, strict=True):
+        known = CATALOG[name]
+        if problem:
             tally.reject("interleaving-matches")
-        elif any(CATALOG[name].condition(layout.pp, count) for count in _all_counts(batch, layout, name)):
+        elif any(known.condition(layout.pp, count) for count in counts[known.multiple]):
             tally.reject("schedule-can-be-built")
         else:
-            legal.setdefault(CATALOG[name].placement, []).append(name)
+            legal.setdefault(known.placement, []).append(name)
     return [(layout, tuple(same_cut)) for same_cut in legal.values()]
 
 
-def _all_counts(batch: Batch, layout: Layout, name: str) -> list[int]:
+def _all_counts(batch: Batch, layout: Layout, multiple: int) -> list[int]:
     """Microbatches of a rank in a step, of every batch that steps have."""
-    multiple, micro, dp = CATALOG[name].multiple, batch.micro_size, layout.dp
+    micro, dp = batch.micro_size, layout.dp
     return [count for size in sizes_of(batch) for count in microbatch_counts(size, micro, dp, multiple)]
 
 
@@ -378,8 +405,11 @@ def _min_max_cuts(space: SearchSpace, plan: Plan, skeletons: Sequence[Skeleton])
             yield skeleton._replace(layout=replace(layout, stages=stages))
 
 
-def _recomputed(space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: Batch, zero: int) -> Iterator[Plan]:
-    """The plan with every choice of sequence parallelism and recomputation."""
+def _recomputed(
+    space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: Batch, zero: int, base: Plan | None
+) -> Iterator[Plan]:
+    """The plan with every choice of sequence parallelism and recomputation. `base` is another plan of the space, if
+    there is one already: of what differs from it all rules have been asked."""
     layout, schedule = skeleton.layout, skeleton.schedules[0]
     can, must = _can_cut_sequence(layout, batch), _must_cut_sequence(layout)
     first: Plan | None = None
@@ -390,12 +420,12 @@ def _recomputed(space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: B
             recompute = _recompute(mode, pinned, space)
             if split and recompute.distribute:  # tokens that are cut leave nothing to distribute
                 continue
-            nouns: dict[str, Any] = {
-                "layout": replace(layout, sequence_parallel=split, zero=zero),
-                "recompute": recompute,
-            }
+            nouns: dict[str, Any] = {"layout": _cut_layout(layout, split, zero), "recompute": recompute}
             if first is None:
-                plan = Plan(**_shared_nouns(space), batch=batch, schedule=ScheduleChoice(schedule), **nouns)
+                nouns |= {"batch": batch, "schedule": _choice(schedule)}
+                if base is None:
+                    nouns["layout"] = replace(layout, sequence_parallel=split, zero=zero)  # a pinned one may be wrong
+                plan = Plan(**_shared_nouns(space), **nouns) if base is None else _changed(base, **nouns)
                 first = _with_zero(plan, space, pinned, schedule, zero)
                 yield first
             else:
