@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,6 @@ from ..cost.pricing import Pricing
 from ..stack.profiles import PROFILES
 from .freed import STAGES, is_another, without_whole
 from .legal import Legality
-from .memory_floor import MemoryFloors
 from .min_max import min_max_stages, work_of
 
 MICRO_SIZES = (1, 2, 4, 8, 16)
@@ -169,55 +168,32 @@ def families(space: SearchSpace, tally: Tally, part: tuple[int, int] = (1, 1)) -
 
 def cuts(family: Family) -> Iterator[list[Cut]]:
     """The cuts of a family, those together that differ in the order of their schedule only."""
-    plan, layout = family.plan, family.plan.layout
     for skeleton in family.skeletons:
-        cut = _cut_layout(skeleton.layout, layout.sequence_parallel, layout.zero)
-        first = _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
+        first = first_plan(family, skeleton)
         yield [Cut(family.space, first, name, zeros) for name, zeros in skeleton.zeros.items()]
 
 
-def fitting(family: Family, floors: MemoryFloors, usable_bytes: int, tally: Tally) -> Family | None:
-    """What is left of a family without the plans that do not fit, which are counted; None where nothing is."""
-    space = family.space
-    pinned, left, least = Pinned(space), list[Skeleton](), usable_bytes
-    for (first, *_), skeleton in zip(cuts(family), family.skeletons, strict=True):
-        possible: dict[str, tuple[int, ...]] = {}
-        for multiple, names in _by_multiple(skeleton.schedules).items():
-            counts, zeros = _counts(first.plan.batch, skeleton.layout, multiple), skeleton.zeros[names[0]]
-            made = {zero: partial(_with_zero, first.plan, space, pinned, names[0], zero) for zero in zeros}
-            for name, needed in floors.of_zeros(first.plan, counts, names, made, usable_bytes).items():
-                some = tuple(zero for zero, num_bytes in zip(zeros, needed, strict=True) if num_bytes <= usable_bytes)
-                if some:
-                    possible[name], least = some, min(least, *needed)
-        if possible:
-            ordered = {name: possible[name] for name in skeleton.schedules if name in possible}
-            left.append(Skeleton(skeleton.layout, ordered))
-    found = family._replace(skeletons=tuple(left), least_bytes=least)
-    if found.size < family.size:
-        tally.reject("out-of-memory", family.size - found.size)
-    if not left:
-        return None
-    schedule, zeros = next(iter(left[0].zeros.items()))
-    cut = _cut_layout(left[0].layout, family.plan.layout.sequence_parallel, zeros[0])
-    return found._replace(plan=_with_zero(_changed(family.plan, layout=cut), space, pinned, schedule, zeros[0]))
+def first_plan(family: Family, skeleton: Skeleton) -> Plan:
+    """The plan of a family with the degrees of a skeleton and the first of its schedules."""
+    plan, layout = family.plan, family.plan.layout
+    cut = _cut_layout(skeleton.layout, layout.sequence_parallel, layout.zero)
+    return _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
 
 
-def _by_multiple(schedules: Sequence[str]) -> dict[int, list[str]]:
-    """Schedules by that of which their numbers of microbatches are multiples."""
-    found: dict[int, list[str]] = {}
-    for name in schedules:
-        found.setdefault(CATALOG[name].multiple, []).append(name)
-    return found
+def with_schedule(family: Family, layout: Layout, schedule: str, zero: int) -> Plan:
+    """The plan of a family with the degrees of a layout, a schedule and a ZeRO stage."""
+    cut = _cut_layout(layout, family.plan.layout.sequence_parallel, zero)
+    return with_zero(_changed(family.plan, layout=cut), family.space, Pinned(family.space), schedule, zero)
 
 
 def variants(cut: Cut) -> Iterator[Plan]:
     """The plans of a cut, one for every ZeRO stage."""
     space, pinned = cut.space, Pinned(cut.space)
     for zero in cut.zeros:
-        yield _with_zero(cut.plan, space, pinned, cut.schedule, zero)
+        yield with_zero(cut.plan, space, pinned, cut.schedule, zero)
 
 
-def _with_zero(plan: Plan, space: SearchSpace, pinned: Pinned, schedule: str, zero: int) -> Plan:
+def with_zero(plan: Plan, space: SearchSpace, pinned: Pinned, schedule: str, zero: int) -> Plan:
     """The plan with another schedule and ZeRO stage."""
     data_parallel = space.data_parallel if zero else _whole(space.data_parallel)
     choice = _choice(schedule, pinned.one("schedule.max_active_stages") if zero == 3 else None)
@@ -351,7 +327,8 @@ def _all_counts(batch: Batch, layout: Layout, multiple: int) -> list[int]:
     return [count for size in sizes_of(batch) for count in microbatch_counts(size, micro, dp, multiple)]
 
 
-def _counts(batch: Batch, layout: Layout, multiple: int) -> tuple[int, ...]:
+def microbatches(batch: Batch, layout: Layout, multiple: int) -> tuple[int, ...]:
+    """The numbers of microbatches that data-parallel ranks have."""
     return microbatch_counts(batch.global_size, batch.micro_size, layout.dp, multiple)
 
 
@@ -394,15 +371,13 @@ def _min_max_cuts(space: SearchSpace, plan: Plan, skeletons: Sequence[Skeleton])
     if work is None:
         return
     for skeleton in skeletons:
-        layout = skeleton.layout
-        cut = _cut_layout(layout, plan.layout.sequence_parallel, plan.layout.zero)
-        first = _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
+        first = first_plan(Family(space, plan, ()), skeleton)
         stages = min_max_stages(work, first.placement)
         if stages is None:
             continue
-        other = _changed(first, layout=replace(cut, stages=stages))
+        other = _changed(first, layout=replace(first.layout, stages=stages))
         if other.stages != first.stages:
-            yield skeleton._replace(layout=replace(layout, stages=stages))
+            yield skeleton._replace(layout=replace(skeleton.layout, stages=stages))
 
 
 def _recomputed(
@@ -426,7 +401,7 @@ def _recomputed(
                 if base is None:
                     nouns["layout"] = replace(layout, sequence_parallel=split, zero=zero)  # a pinned one may be wrong
                 plan = Plan(**_shared_nouns(space), **nouns) if base is None else _changed(base, **nouns)
-                first = _with_zero(plan, space, pinned, schedule, zero)
+                first = with_zero(plan, space, pinned, schedule, zero)
                 yield first
             else:
                 yield _changed(first, **nouns)
