@@ -99,7 +99,7 @@ class Plan:
     @staticmethod
     def of_checked(sections: Mapping[str, Any]) -> Plan:
         """The plan of these sections, all of them, which are known to obey the rules: they are not asked again."""
-        assert sections.keys() == {entry.name for entry in fields(Plan)}
+        assert sections.keys() == _sections()
         made = object.__new__(Plan)
         made.__dict__.update(sections)
         return made
@@ -307,6 +307,12 @@ class Plan:
         first, _ = self.samples_of(dp_rank)
         lo, hi = self._placement_of(self.microbatches_of(dp_rank)).microbatches_of(stage, replica)
         return first + lo * self.batch.micro_size, first + hi * self.batch.micro_size
+
+
+@cache
+def _sections() -> frozenset[str]:
+    """The sections of a plan."""
+    return frozenset(entry.name for entry in fields(Plan))
 
 
 @dataclass(frozen=True)

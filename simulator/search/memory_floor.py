@@ -8,7 +8,6 @@ only: a search works either out once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from typing import NamedTuple
 
 from ...core.plan.plan import Plan
@@ -38,18 +37,14 @@ FIRST_OF_TWO: dict[str, Callable[[int], int]] = {
 are, that it holds at a time together with one of the last. Counted in the orders that the builders make."""
 
 
-class _Resting(NamedTuple):
+class Resting(NamedTuple):
     """Bytes of a rank throughout the step, and those of its sums of gradients."""
 
     held: int
     summed: int
 
-    def bytes_with(self, running: int, *, sums: bool) -> int:
-        """The most that is held of it and of what runs; `sums` says that gradients are summed while it runs."""
-        return self.held + max(self.summed, running + self.summed if sums else running)
 
-
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """Bytes that a microbatch keeps on a rank, and of the first or last stage, of which it is the rank, those that a
     microbatch keeps and those that its backward needs beyond that."""
 
@@ -62,12 +57,14 @@ class _Saved(NamedTuple):
         return self.retained + self.backward if count == 1 else count * self.retained
 
 
-class _End(NamedTuple):
-    """The rank of the first or of the last stage. `number` is that of all that hold the same. Stages of it that hold
+class End(NamedTuple):
+    """The rank of the first or of the last stage. `number` is that of all that hold the same, `resting_number` that of
+    all that do but for what is recomputed. Stages of it that hold
     the same are one of `stages`, each with how many these are; `parts` are what a microbatch keeps of all of them, and
     `own` what it keeps of the first or last stage, part by part with their counts; `last` is that stage's last part."""
 
     number: int
+    resting_number: int
     stages: tuple[tuple[int, int], ...]
     parts: tuple[tuple[Group, int], ...]
     own: tuple[tuple[Group, int], ...]
@@ -80,7 +77,7 @@ class _Tapes(NamedTuple):
 
     tensors: LayerTensors
     parts: Parts
-    saved: dict[int, _Saved]
+    saved: dict[int, Saved]
 
 
 class MemoryFloors:
@@ -88,65 +85,45 @@ class MemoryFloors:
     with the same ZeRO stage their sharding."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[object, ...], tuple[_End, _End]] = {}
+        self._ends: dict[tuple[object, ...], tuple[End, End]] = {}
         self._numbers: dict[object, int] = {}
         self._elements: dict[tuple[object, ...], list[StageElements]] = {}
-        self._resting: dict[tuple[object, ...], _Resting] = {}
+        self._resting: dict[tuple[object, ...], Resting] = {}
         self._tapes: dict[tuple[object, ...], _Tapes] = {}
 
     def bytes_of(self, plan: Plan) -> int:
         """Bytes that the worst rank holds at least: what stays throughout and what its schedule must have in flight on
         the first rank, or on the rank of the last stage, which keeps the logits."""
-        name = plan.schedule.name
-        return self.of_zeros(plan, plan.microbatch_counts, [name], {plan.layout.zero: lambda: plan})[name][0]
+        ends, counts = self.ends_of(plan), plan.microbatch_counts
+        resting = self.resting_of(plan, len(counts), ends, {plan.layout.zero: lambda: plan})
+        return least_bytes(plan.schedule.name, plan, counts[0], resting, self.saved_of(plan, ends))[0]
 
-    def of_zeros(
-        self,
-        plan: Plan,
-        counts: Sequence[int],
-        schedules: Sequence[str],
-        zeros: Mapping[int, Callable[[], Plan]],
-        most_bytes: float = inf,
-    ) -> dict[str, list[int]]:
-        """The same of plans that differ from one in their ZeRO stage, and in the order of their schedule: by schedule
-        those of the ZeRO stages, each with what makes its plan. `counts` are the numbers of microbatches that
-        data-parallel ranks have. Where what rests alone is above `most_bytes` nothing else is counted."""
-        num_microbatches, ends = counts[0], self._ends_of(plan)
-        resting = self._resting_of(plan, len(counts), ends, zeros)
-        rests = [max(each.held + each.summed for each in ranks) for ranks in resting]
-        if min(rests) > most_bytes:
-            return dict.fromkeys(schedules, rests)
-        tapes = self._tapes_of(plan)
-        saved = (self._saved_of(plan, 0, ends[0], tapes), self._saved_of(plan, 1, ends[1], tapes))
-        steady = not tapes.tensors.profile.growing_gradients or num_microbatches >= 3 * plan.layout.pp
-        found = {}
-        for name in schedules:
-            fills = steady and name in FILLED_IN_FLIGHT
-            first, last = _running(name, saved, plan.layout.pp, num_microbatches)
-            found[name] = [
-                max(start.bytes_with(first, sums=fills), end.bytes_with(last, sums=fills)) for start, end in resting
-            ]
-        return found
-
-    def _resting_of(
-        self, plan: Plan, num_counts: int, ends: tuple[_End, _End], zeros: Mapping[int, Callable[[], Plan]]
-    ) -> list[tuple[_Resting, _Resting]]:
-        """By ZeRO stage what rests on the ranks of the first and of the last stage."""
-        layout, found = plan.layout, list[_Resting]()
+    def resting_of(
+        self, plan: Plan, num_counts: int, ends: tuple[End, End], zeros: Mapping[int, Callable[[], Plan]]
+    ) -> list[tuple[Resting, Resting]]:
+        """What rests on the ranks of the first and of the last stage of plans that differ from one in their ZeRO stage:
+        by ZeRO stage what makes the plan. `num_counts` are different numbers of microbatches that data-parallel ranks
+        have."""
+        layout, found = plan.layout, list[Resting]()
         cut = (layout.tp, layout.cp, layout.ep, layout.etp, layout.dp, len(plan.placement.ranks[0]), num_counts)
         for zero, made in zeros.items():
             for end in ends:
-                key = (cut, zero, end.number)
+                key = (cut, zero, end.resting_number)
                 if (resting := self._resting.get(key)) is None:
                     resting = self._resting[key] = self._rests(made(), end)
                 found.append(resting)
         return list(zip(found[::2], found[1::2], strict=True))
 
-    def _rests(self, plan: Plan, end: _End) -> _Resting:
+    def saved_of(self, plan: Plan, ends: tuple[End, End]) -> tuple[Saved, Saved]:
+        """What a microbatch keeps on the ranks of the first and of the last stage."""
+        tapes = self._tapes_of(plan)
+        return self._saved_of(0, ends[0], tapes), self._saved_of(1, ends[1], tapes)
+
+    def _rests(self, plan: Plan, end: End) -> Resting:
         """What rests on the rank of an end. Parts of its stages are those of all copies and ZeRO stages, how often they
         are cut is not."""
         layout, profile = plan.layout, profile_of(plan).memory
-        key = (layout.tp, layout.ep, layout.etp, end.number)
+        key = (layout.tp, layout.ep, layout.etp, end.resting_number)
         if (stages := self._elements.get(key)) is None:
             stages = self._elements[key] = [elements_of(plan, profile, stage) for stage, _ in end.stages]
         held, summed = 0, 0
@@ -154,7 +131,7 @@ class MemoryFloors:
             of_plan = elements._replace(shards=num_shards(plan, stage))
             held += count * (weights_bytes(plan, profile, of_plan) + optimizer_bytes(plan, profile, of_plan))
             summed += count * gradients_bytes(plan, profile, of_plan)
-        return _Resting(held, summed)
+        return Resting(held, summed)
 
     def _tapes_of(self, plan: Plan) -> _Tapes:
         """What is known of layouts that cut layers as a plan's does."""
@@ -165,7 +142,7 @@ class MemoryFloors:
             self._tapes[key] = _Tapes(LayerTensors(plan, profile_of(plan).memory), part_tapes(plan), {})
         return self._tapes[key]
 
-    def _saved_of(self, plan: Plan, side: int, end: _End, tapes: _Tapes) -> _Saved:
+    def _saved_of(self, side: int, end: End, tapes: _Tapes) -> Saved:
         """What a microbatch keeps on the rank of the first stage, or where `side` is 1 of the last. The backward that
         is looked at is that of the last part, before which nothing of the stage is freed."""
         key = 2 * end.number + side
@@ -176,10 +153,11 @@ class MemoryFloors:
                 for groups in (end.parts, end.own)
             )
             tape = part_tape(end.last, tensors, parts)
-            saved = tapes.saved[key] = _Saved(retained, own, tape.backward_bytes - tape.retained_bytes)
+            saved = tapes.saved[key] = Saved(retained, own, tape.backward_bytes - tape.retained_bytes)
         return saved
 
-    def _ends_of(self, plan: Plan) -> tuple[_End, _End]:
+    def ends_of(self, plan: Plan) -> tuple[End, End]:
+        """The ranks of the first and of the last stage."""
         layout, placement = plan.layout, plan.placement
         last = placement.num_stages - 1
         owned = tuple(placement.stages_of_ranks[placement.ranks[stage][0]] for stage in (0, last))
@@ -189,14 +167,16 @@ class MemoryFloors:
             ends = self._ends[key] = (self._end(plan, first, first[0]), self._end(plan, other, other[-1]))
         return ends
 
-    def _end(self, plan: Plan, stages: Sequence[int], at_end: int) -> _End:
+    def _end(self, plan: Plan, stages: Sequence[int], at_end: int) -> End:
         """The rank that holds some stages, of which one is first or last of all."""
         same: dict[object, list[int]] = {}
         for stage in stages:
             same.setdefault(composition(stage_groups(plan, stage)), []).append(stage)
         contents = tuple(composition(stage_groups(plan, stage)) for stage in stages)
-        return _End(
+        resting = tuple(tuple((each.operators, each.count) for each in stage_groups(plan, stage)) for stage in stages)
+        return End(
             number=self._numbers.setdefault(contents, len(self._numbers)),
+            resting_number=self._numbers.setdefault(resting, len(self._numbers)),
             stages=tuple((first, 1 + len(others)) for first, *others in same.values()),
             parts=_saved_parts(plan, stages),
             own=_saved_parts(plan, [at_end]),
@@ -214,7 +194,28 @@ def _saved_parts(plan: Plan, stages: Sequence[int]) -> tuple[tuple[Group, int], 
     return tuple(found.values())
 
 
-def _running(name: str, saved: tuple[_Saved, _Saved], pp: int, num_microbatches: int) -> tuple[int, int]:
+def least_bytes(
+    name: str,
+    plan: Plan,
+    num_microbatches: int,
+    resting: Sequence[tuple[Resting, Resting]],
+    saved: tuple[Saved, Saved],
+) -> list[int]:
+    """Bytes that the worst rank holds at least with a schedule, for everything that may rest on the ends of a plan."""
+    first, last = _running(name, saved, plan.layout.pp, num_microbatches)
+    if name in FILLED_IN_FLIGHT and _is_steady(
+        plan, num_microbatches
+    ):  # gradients are summed while these are in flight
+        return [max(start.held + start.summed + first, end.held + end.summed + last) for start, end in resting]
+    return [max(start.held + max(start.summed, first), end.held + max(end.summed, last)) for start, end in resting]
+
+
+def _is_steady(plan: Plan, num_microbatches: int) -> bool:
+    """Whether all gradients are there when the pipeline is full."""
+    return not profile_of(plan).memory.growing_gradients or num_microbatches >= 3 * plan.layout.pp
+
+
+def _running(name: str, saved: tuple[Saved, Saved], pp: int, num_microbatches: int) -> tuple[int, int]:
     """Bytes that microbatches in flight keep on the ranks of the first and of the last stage at some time."""
     first, last = saved
     if name in ALL_IN_FLIGHT:

@@ -30,11 +30,12 @@ from ..simulation.simulate import simulate
 from ..stack.profiles import profile_of
 from ..step.step import worst
 from .bounds import chain_bounds_s, family_bound_s, lower_bound_s
+from .fitting import Fitting, siblings
 from .freed import chosen_of, spaces_of
 from .memory_floor import MemoryFloors
 from .question import SLOWEST_OF_FRONT, Progress, Question, check_objective, costs
 from .simplicity import complexity, num_axes, plainer_first
-from .space import Cut, Family, Tally, cuts, families, fitting, variants
+from .space import Cut, Family, Tally, cuts, families, variants
 
 NUM_RANKED = 10
 """Candidates that are looked for at least, so that of near-equal ones the plainer can come first."""
@@ -219,11 +220,10 @@ class _Hunt:
     def _possible(self) -> Iterator[Family]:
         """The families with what may fit of them."""
         for space in self._spaces:
-            for family in families(space, self.tally, self.question.part):
-                usable = self._usable_bytes(family.plan)  # goes by the degrees alone
-                floors = self._floors[_sharing(family.plan)]
-                if (left := fitting(family, floors, usable, self.tally)) is not None:
-                    yield left
+            for alike in siblings(families(space, self.tally, self.question.part)):
+                plan = alike[0].plan  # what is usable and what is shared go by the degrees alone
+                fitting = Fitting(self._floors[_sharing(plan)], self._usable_bytes(plan), self.tally)
+                yield from filter(None, map(fitting.of, alike))
 
     def _usable_bytes(self, plan: Plan) -> int:
         usable, most = capacity_of(plan).usable_bytes, self.question.most_bytes

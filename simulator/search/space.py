@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -22,14 +22,14 @@ from ...core.layout.microbatches import microbatch_counts
 from ...core.layout.stages import balanced_stages
 from ...core.plan.batch_sizes import sizes_of
 from ...core.plan.plan import Plan
-from ...core.plan.rules import broken_rules
+from ...core.plan.rules import Rule, broken_rules
 from ...core.plan.rules.schedule import actions_are_bounded
 from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
 from ...core.schedule import CATALOG
 from ..cost.pricing import Pricing
 from ..stack.profiles import PROFILES
 from .freed import STAGES, is_another, without_whole
-from .memory_floor import MemoryFloors
+from .legal import Legality
 from .min_max import min_max_stages, work_of
 
 MICRO_SIZES = (1, 2, 4, 8, 16)
@@ -105,6 +105,18 @@ class Cut(NamedTuple):
         return len(self.zeros)
 
 
+class _Draft(NamedTuple):
+    """Degrees and chunks before the microbatch is known: their layout (None where it is illegal), the schedules to try
+    and which of them have a problem with the chunks, and the first rule that is broken whatever the microbatch. Not
+    `is_searched` where other spaces have the layout too."""
+
+    layout: Layout | None
+    names: tuple[str, ...] = ()
+    problems: tuple[bool, ...] = ()
+    broken: tuple[int, Rule] | None = None
+    is_searched: bool = False
+
+
 @dataclass(frozen=True)
 class Pinned:
     """Values fixed by the user take the place of those a search would try."""
@@ -130,24 +142,24 @@ class Pinned:
 def families(space: SearchSpace, tally: Tally, part: tuple[int, int] = (1, 1)) -> Iterator[Family]:
     """All families that obey the rules, of the degrees that are a part's: (number, of how many). Counts what breaks a
     rule: where the degrees, the chunks or the microbatch do, all combinations with them once."""
-    pinned = Pinned(space)
+    pinned, legality = Pinned(space), Legality(_shared_nouns(space), space.batch)
     _check_recompute(space, pinned)
-    found = False
+    batches = [replace(space.batch, micro_size=micro) for micro in pinned.values("batch.micro", MICRO_SIZES)]
+    found, base = False, None
     number, of = part
     for place, degrees in enumerate(_degrees(space, pinned)):
         found = True
         if place % of != number - 1:
             continue
         chunks = pinned.values("layout.vpp", range(1, MAX_CHUNKS + 1) if degrees["pp"] > 1 else (1,))
-        for micro in pinned.values("batch.micro", MICRO_SIZES):
-            batch = replace(space.batch, micro_size=micro)
-            skeletons = [
-                each for vpp in chunks for each in _skeletons(space, pinned, tally, {**degrees, "vpp": vpp}, batch)
-            ]
+        drafts = [_draft(space, pinned, legality, {**degrees, "vpp": vpp}) for vpp in chunks]
+        for batch in batches:
+            skeletons = [each for draft in drafts for each in _skeletons(tally, legality, draft, batch)]
             zeros = _zeros(space, pinned, tally, skeletons[0][0]) if skeletons else ()
             if zeros:
                 tried = tuple(Skeleton(layout, dict.fromkeys(names, zeros)) for layout, names in skeletons)
-                for plan in _recomputed(space, pinned, tried[0], batch, zeros[0]):
+                for plan in _recomputed(space, pinned, tried[0], batch, zeros[0], base):
+                    base = plan
                     more = _min_max_cuts(space, plan, tried) if STAGES in space.free else ()
                     yield Family(space, plan, (*tried, *more))
     if not found:
@@ -156,55 +168,32 @@ def families(space: SearchSpace, tally: Tally, part: tuple[int, int] = (1, 1)) -
 
 def cuts(family: Family) -> Iterator[list[Cut]]:
     """The cuts of a family, those together that differ in the order of their schedule only."""
-    plan, layout = family.plan, family.plan.layout
     for skeleton in family.skeletons:
-        cut = _cut_layout(skeleton.layout, layout.sequence_parallel, layout.zero)
-        first = _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
+        first = first_plan(family, skeleton)
         yield [Cut(family.space, first, name, zeros) for name, zeros in skeleton.zeros.items()]
 
 
-def fitting(family: Family, floors: MemoryFloors, usable_bytes: int, tally: Tally) -> Family | None:
-    """What is left of a family without the plans that do not fit, which are counted; None where nothing is."""
-    space = family.space
-    pinned, left, least = Pinned(space), list[Skeleton](), usable_bytes
-    for (first, *_), skeleton in zip(cuts(family), family.skeletons, strict=True):
-        possible: dict[str, tuple[int, ...]] = {}
-        for multiple, names in _by_multiple(skeleton.schedules).items():
-            counts, zeros = _counts(first.plan.batch, skeleton.layout, multiple), skeleton.zeros[names[0]]
-            made = {zero: partial(_with_zero, first.plan, space, pinned, names[0], zero) for zero in zeros}
-            for name, needed in floors.of_zeros(first.plan, counts, names, made, usable_bytes).items():
-                some = tuple(zero for zero, num_bytes in zip(zeros, needed, strict=True) if num_bytes <= usable_bytes)
-                if some:
-                    possible[name], least = some, min(least, *needed)
-        if possible:
-            ordered = {name: possible[name] for name in skeleton.schedules if name in possible}
-            left.append(Skeleton(skeleton.layout, ordered))
-    found = family._replace(skeletons=tuple(left), least_bytes=least)
-    if found.size < family.size:
-        tally.reject("out-of-memory", family.size - found.size)
-    if not left:
-        return None
-    schedule, zeros = next(iter(left[0].zeros.items()))
-    cut = _cut_layout(left[0].layout, family.plan.layout.sequence_parallel, zeros[0])
-    return found._replace(plan=_with_zero(_changed(family.plan, layout=cut), space, pinned, schedule, zeros[0]))
+def first_plan(family: Family, skeleton: Skeleton) -> Plan:
+    """The plan of a family with the degrees of a skeleton and the first of its schedules."""
+    plan, layout = family.plan, family.plan.layout
+    cut = _cut_layout(skeleton.layout, layout.sequence_parallel, layout.zero)
+    return _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
 
 
-def _by_multiple(schedules: Sequence[str]) -> dict[int, list[str]]:
-    """Schedules by that of which their numbers of microbatches are multiples."""
-    found: dict[int, list[str]] = {}
-    for name in schedules:
-        found.setdefault(CATALOG[name].multiple, []).append(name)
-    return found
+def with_schedule(family: Family, layout: Layout, schedule: str, zero: int) -> Plan:
+    """The plan of a family with the degrees of a layout, a schedule and a ZeRO stage."""
+    cut = _cut_layout(layout, family.plan.layout.sequence_parallel, zero)
+    return with_zero(_changed(family.plan, layout=cut), family.space, Pinned(family.space), schedule, zero)
 
 
 def variants(cut: Cut) -> Iterator[Plan]:
     """The plans of a cut, one for every ZeRO stage."""
     space, pinned = cut.space, Pinned(cut.space)
     for zero in cut.zeros:
-        yield _with_zero(cut.plan, space, pinned, cut.schedule, zero)
+        yield with_zero(cut.plan, space, pinned, cut.schedule, zero)
 
 
-def _with_zero(plan: Plan, space: SearchSpace, pinned: Pinned, schedule: str, zero: int) -> Plan:
+def with_zero(plan: Plan, space: SearchSpace, pinned: Pinned, schedule: str, zero: int) -> Plan:
     """The plan with another schedule and ZeRO stage."""
     data_parallel = space.data_parallel if zero else _whole(space.data_parallel)
     choice = _choice(schedule, pinned.one("schedule.max_active_stages") if zero == 3 else None)
@@ -225,11 +214,13 @@ def _choice(name: str, max_active_stages: int | None = None) -> ScheduleChoice:
     return ScheduleChoice(name, max_active_stages=max_active_stages)
 
 
-@lru_cache(maxsize=4096)
 def _cut_layout(layout: Layout, sequence_parallel: bool, zero: int) -> Layout:
-    """A layout with other values of what has no rule to obey but its own range; kept, because a search asks for each
-    with every microbatch and recomputation."""
-    return replace(layout, sequence_parallel=sequence_parallel, zero=zero)
+    """A layout with other values of what has no rule to obey but its own range, which are not checked again."""
+    if (layout.sequence_parallel, layout.zero) == (sequence_parallel, zero):
+        return layout
+    made = object.__new__(Layout)
+    made.__dict__.update(layout.__dict__, sequence_parallel=sequence_parallel, zero=zero)
+    return made
 
 
 def _changed(plan: Plan, **nouns: Any) -> Plan:
@@ -286,45 +277,58 @@ def _no_degrees(space: SearchSpace) -> str:
     )
 
 
-def _skeletons(
-    space: SearchSpace, pinned: Pinned, tally: Tally, degrees: dict[str, Any], batch: Batch
-) -> list[tuple[Layout, tuple[str, ...]]]:
-    """Which schedules can run with these degrees and microbatch, those of one placement together."""
-    names = pinned.values("schedule.name", _names(space, degrees["pp"], degrees["vpp"]))
+def _draft(space: SearchSpace, pinned: Pinned, legality: Legality, degrees: dict[str, Any]) -> _Draft:
+    """What is known of degrees and chunks before the microbatch is."""
     try:
         layout = Layout(
             **degrees, order=pinned.one("layout.order", DEFAULT_ORDER), stages=_stages(space, pinned, degrees)
         )
-        layout = replace(layout, sequence_parallel=_must_cut_sequence(layout))
     except LayoutError:
+        return _Draft(None)
+    layout = _cut_layout(layout, _must_cut_sequence(layout), layout.zero)
+    if not is_another(space, layout):
+        return _Draft(layout)
+    names = pinned.values("schedule.name", _names(space, layout.pp, layout.vpp))
+    problems = tuple(bool(CATALOG[name].vpp_problem(layout.pp, layout.vpp)) for name in names)
+    return _Draft(layout, names, problems, legality.of_layout(layout), is_searched=True)
+
+
+def _skeletons(tally: Tally, legality: Legality, draft: _Draft, batch: Batch) -> list[tuple[Layout, tuple[str, ...]]]:
+    """Which schedules can run with these degrees, chunks and microbatch, those of one placement together."""
+    layout = draft.layout
+    if layout is None:
         tally.reject("illegal-layout")
         return []
-    if not is_another(space, layout):
+    if not draft.is_searched:
         return []
-    if broken := broken_rules({**_shared_nouns(space), "layout": layout, "batch": batch}):
-        tally.reject(broken[0].rule.name)
+    if broken := legality.broken(layout, batch, draft.broken):
+        tally.reject(broken.name)
         return []
-    if names and any(actions_are_bounded(batch, layout, _choice(names[0]))):  # as long whatever the order
+    if draft.names and any(actions_are_bounded(batch, layout, _choice(draft.names[0]))):  # as long whatever the order
         tally.reject("actions-are-bounded")
         return []
     legal: dict[object, list[str]] = {}
-    for name in names:
-        if CATALOG[name].vpp_problem(layout.pp, layout.vpp):
+    multiples = {CATALOG[name].multiple for name in draft.names}
+    counts = {multiple: _all_counts(batch, layout, multiple) for multiple in multiples}
+    for name, problem in zip(draft.names, draft.problems, strict=True):
+        known = CATALOG[name]
+        if problem:
             tally.reject("interleaving-matches")
-        elif any(CATALOG[name].condition(layout.pp, count) for count in _all_counts(batch, layout, name)):
+        elif any(known.condition(layout.pp, count) for count in counts[known.multiple]):
             tally.reject("schedule-can-be-built")
         else:
-            legal.setdefault(CATALOG[name].placement, []).append(name)
+            legal.setdefault(known.placement, []).append(name)
     return [(layout, tuple(same_cut)) for same_cut in legal.values()]
 
 
-def _all_counts(batch: Batch, layout: Layout, name: str) -> list[int]:
+def _all_counts(batch: Batch, layout: Layout, multiple: int) -> list[int]:
     """Microbatches of a rank in a step, of every batch that steps have."""
-    multiple, micro, dp = CATALOG[name].multiple, batch.micro_size, layout.dp
+    micro, dp = batch.micro_size, layout.dp
     return [count for size in sizes_of(batch) for count in microbatch_counts(size, micro, dp, multiple)]
 
 
-def _counts(batch: Batch, layout: Layout, multiple: int) -> tuple[int, ...]:
+def microbatches(batch: Batch, layout: Layout, multiple: int) -> tuple[int, ...]:
+    """The numbers of microbatches that data-parallel ranks have."""
     return microbatch_counts(batch.global_size, batch.micro_size, layout.dp, multiple)
 
 
@@ -367,19 +371,20 @@ def _min_max_cuts(space: SearchSpace, plan: Plan, skeletons: Sequence[Skeleton])
     if work is None:
         return
     for skeleton in skeletons:
-        layout = skeleton.layout
-        cut = _cut_layout(layout, plan.layout.sequence_parallel, plan.layout.zero)
-        first = _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
+        first = first_plan(Family(space, plan, ()), skeleton)
         stages = min_max_stages(work, first.placement)
         if stages is None:
             continue
-        other = _changed(first, layout=replace(cut, stages=stages))
+        other = _changed(first, layout=replace(first.layout, stages=stages))
         if other.stages != first.stages:
-            yield skeleton._replace(layout=replace(layout, stages=stages))
+            yield skeleton._replace(layout=replace(skeleton.layout, stages=stages))
 
 
-def _recomputed(space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: Batch, zero: int) -> Iterator[Plan]:
-    """The plan with every choice of sequence parallelism and recomputation."""
+def _recomputed(
+    space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: Batch, zero: int, base: Plan | None
+) -> Iterator[Plan]:
+    """The plan with every choice of sequence parallelism and recomputation. `base` is another plan of the space, if
+    there is one already: of what differs from it all rules have been asked."""
     layout, schedule = skeleton.layout, skeleton.schedules[0]
     can, must = _can_cut_sequence(layout, batch), _must_cut_sequence(layout)
     first: Plan | None = None
@@ -390,13 +395,13 @@ def _recomputed(space: SearchSpace, pinned: Pinned, skeleton: Skeleton, batch: B
             recompute = _recompute(mode, pinned, space)
             if split and recompute.distribute:  # tokens that are cut leave nothing to distribute
                 continue
-            nouns: dict[str, Any] = {
-                "layout": replace(layout, sequence_parallel=split, zero=zero),
-                "recompute": recompute,
-            }
+            nouns: dict[str, Any] = {"layout": _cut_layout(layout, split, zero), "recompute": recompute}
             if first is None:
-                plan = Plan(**_shared_nouns(space), batch=batch, schedule=ScheduleChoice(schedule), **nouns)
-                first = _with_zero(plan, space, pinned, schedule, zero)
+                nouns |= {"batch": batch, "schedule": _choice(schedule)}
+                if base is None:
+                    nouns["layout"] = replace(layout, sequence_parallel=split, zero=zero)  # a pinned one may be wrong
+                plan = Plan(**_shared_nouns(space), **nouns) if base is None else _changed(base, **nouns)
+                first = with_zero(plan, space, pinned, schedule, zero)
                 yield first
             else:
                 yield _changed(first, **nouns)

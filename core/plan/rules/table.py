@@ -104,14 +104,14 @@ class BrokenRule:
 
 def broken_rules(nouns: Mapping[str, Any]) -> list[BrokenRule]:
     """Every problem of the rules whose sections are all in `nouns` (section name -> noun), in table order."""
-    known = _rules_of(frozenset(nouns))
+    known = rules_about(frozenset(nouns))
     return [
         BrokenRule(rule, sentence) for rule in known for sentence in rule.check(*map(nouns.__getitem__, rule.sections))
     ]
 
 
 @cache
-def _rules_of(sections: frozenset[str]) -> tuple[Rule, ...]:
+def rules_about(sections: frozenset[str]) -> tuple[Rule, ...]:
     """The rules that need no other sections, in table order."""
     return tuple(rule for rule in RULES if sections.issuperset(rule.sections))
 
