@@ -13,7 +13,7 @@ from ..core.base.errors import PlanError
 from ..core.base.files import write_text
 from ..core.base.terminal import ranking, say, table
 from ..core.base.units import SIZE_RULE, format_bytes, format_count, format_s, size_of
-from ..core.commands.commands import Command
+from ..core.commands.commands import Command, service
 from ..core.commands.options import (
     SearchSpace,
     add_output,
@@ -35,6 +35,9 @@ from .titles import of_last_batch
 
 SHORT_KEYS = {"micro": "batch.micro", "recompute": "recompute.mode", "schedule": "schedule.name", **SHORT}
 """What --fix takes besides whole keys and those of [layout]."""
+
+PICTURES = (".svg", ".png")
+"""Suffixes of -o that ask for the layouts by time and memory on paper."""
 
 FIRST_CHOICE = 3
 """Columns of the table before the choices: place, step and MFU."""
@@ -84,7 +87,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Ranks layouts; `-o plan.toml` writes the best. Exit code 1 when none fits, and then no plan is written."""
+    """Ranks layouts; `-o plan.toml` writes the best, `-o front.svg` draws all. Exit code 1 when none fits, and then
+    nothing is written."""
     if args.top < 1:
         raise PlanError(f"--top {args.top}: ask for at least one row.")
     if args.merge:
@@ -98,6 +102,10 @@ def run_plan(args: argparse.Namespace) -> int:
             write_text(target, plans[0].to_toml())
         else:
             say(f"shardproof plan: no layout fits, so {target} is not written.", sys.stderr)
+    elif args.output is not None and args.output.endswith(PICTURES):
+        target, args.output = args.output, None
+        service("draw_front")(report["candidates"], title, target)
+        say(f"written: {target}", sys.stderr)
     emit(args, partial(plan_text, title, report), report)
     return 0 if plans else 1
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.base.errors import FileError
 from ..core.base.metrics import read_metrics
-from .scene.axis import Tick, round_step
+from .scene.axis import Tick, ticks_between
 
 SMOOTHED_FROM = 40
 """Steps from which on a run has a smoothed curve; its window is a fortieth of them."""
@@ -114,18 +114,9 @@ def curves_scene(curves: Sequence[Curve], *, num_steps: int = 8, num_losses: int
     low, high, last = float(points[:, 1].min()), float(points[:, 1].max()), max(float(points[:, 0].max()), 1.0)
     if high - low < 1e-9 * max(abs(high), 1.0):
         low, high = low - 0.5, high + 0.5
-    ticks, step = _ticks(low, high, num_losses)
+    ticks, step = ticks_between(low, high, num_losses)
     low, high = min(low, ticks[0].value), max(high, ticks[-1].value)
     margin = 0.03 * (high - low) if step else 0.0
-    at, _ = _ticks(0.0, last, num_steps)
+    at, _ = ticks_between(0.0, last, num_steps)
     whole = tuple(tick for tick in at if tick.value == int(tick.value))
     return CurvesScene("Training loss", tuple(curves), last, low - margin, high + margin, whole, tuple(ticks))
-
-
-def _ticks(low: float, high: float, count: int) -> tuple[list[Tick], float]:
-    """Round numbers from `low` to `high`, about `count`, and their distance."""
-    mantissa, exponent = round_step((high - low) / count)
-    step = mantissa * 10.0**exponent
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    decimals = max(0, -exponent)
-    return [Tick(n * step, f"{n * step:,.{decimals}f}") for n in range(first, last + 1)], step

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 
 from .curves import CurvesScene
 from .picture import EDGE, Line, Mark, Picture, Rect, Text
+from .plot import point
 from .scene import palette
 
 COLORS = ("#3b74b4", "#dda13a", "#2f9a7c", "#c9709b", "#8a63ac", "#3f464e")
@@ -16,7 +16,6 @@ COLORS = ("#3b74b4", "#dda13a", "#2f9a7c", "#c9709b", "#8a63ac", "#3f464e")
 
 HEIGHT, LEFT, RIGHT, BOTTOM = 460.0, 64.0, 24.0, 44.0
 LEGEND_LINE = 17.0
-RADIUS = 3.6
 
 Place = Callable[[float, float], tuple[float, float]]
 """Step and loss to pixels."""
@@ -36,7 +35,7 @@ def lay_out_curves(scene: CurvesScene, width: float = 960.0) -> Picture:
         marks.append(Text(EDGE + 22.0, top, curve.caption, 11.0, palette.INK))
         top += LEGEND_LINE
     if any(len(curve.validations) for curve in scene.curves):
-        marks += _point((EDGE + 7.0, top - 4.0), palette.MUTED)
+        marks += point((EDGE + 7.0, top - 4.0), palette.MUTED)
         marks.append(Text(EDGE + 22.0, top, "held-out loss", 11.0, palette.MUTED))
         top += LEGEND_LINE
     base = top + HEIGHT - BOTTOM - 52.0
@@ -54,7 +53,7 @@ def lay_out_curves(scene: CurvesScene, width: float = 960.0) -> Picture:
         marks += _lines(_thinned(curve.smoothed, columns), color_of(index), 1.9, place)
     for index, curve in enumerate(scene.curves):
         for step, loss in curve.validations.tolist():
-            marks += _point(place(step, loss), color_of(index))
+            marks += point(place(step, loss), color_of(index))
     return Picture(width, round(base + BOTTOM), tuple(marks), scene.title)
 
 
@@ -85,14 +84,3 @@ def _thinned(points: np.ndarray, columns: int) -> np.ndarray:
     parts = np.array_split(np.arange(len(points)), columns)
     chosen = sorted({int(part[at]) for part in parts for at in (points[part, 1].argmin(), points[part, 1].argmax())})
     return points[chosen]
-
-
-def _point(centre: tuple[float, float], color: str) -> list[Mark]:
-    """A disc with a ring of paper, so that it stands out from its curve."""
-    return [Line(_disc(centre, RADIUS + 1.4), "", fill=palette.PAPER), Line(_disc(centre, RADIUS), "", fill=color)]
-
-
-def _disc(centre: tuple[float, float], radius: float) -> tuple[tuple[float, float], ...]:
-    x, y = centre
-    angles = [2 * math.pi * i / 20 for i in range(20)]
-    return tuple((x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles)

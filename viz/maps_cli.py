@@ -19,6 +19,7 @@ from ..core.commands.options import read_any_plan
 from ..core.layout.rank_map import ALL_AXES
 from .layout_picture import lay_out_map
 from .layout_text import map_text
+from .memory_bars import bars_of, bars_text, lay_out_bars
 from .picture import Picture
 from .svg import to_svg
 from .text import TEXT_WIDTH
@@ -30,6 +31,7 @@ WHAT = {
     STEP: "the step over time",
     "layout": "which rank is on which node and in which rack, by axis",
     "traffic": "the bytes that ranks send each other in a step",
+    "memory": "what each rank holds at its peak, by component",
 }
 """What `--what` takes, and what it draws."""
 
@@ -93,6 +95,9 @@ def _drawing(args: argparse.Namespace) -> Drawing:
         found = service("rank_map")(plan)
         found = found.only(args.axis) if args.axis else found
         return Drawing(found.report(), partial(map_text, found), partial(lay_out_map, found))
+    if args.what == "memory":
+        held = bars_of(service("simulate")(plan))
+        return Drawing(held.report(), partial(bars_text, held), partial(lay_out_bars, held))
     traffic = service("rank_traffic")(plan)
     traffic = traffic.only(args.axis) if args.axis else traffic
     return Drawing(traffic.report(), partial(traffic_text, traffic), partial(lay_out_traffic, traffic))
@@ -106,6 +111,7 @@ def _refuse(args: argparse.Namespace) -> None:
         "--by": args.by != "lane",
         "--no-memory": args.no_memory,
         "--durations": args.durations,
+        "--axis": args.axis and args.what == "memory",
     }
     if useless := [name for name, value in given.items() if value]:
         raise PlanError(f"{', '.join(useless)} has no effect on --what {args.what}. Leave it out.")

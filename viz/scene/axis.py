@@ -61,6 +61,15 @@ def _axis(end: float, scale: float, unit: str, num_ticks: int) -> Axis:
     )
 
 
+def ticks_between(low: float, high: float, count: int) -> tuple[list[Tick], float]:
+    """Round numbers from `low` to `high`, about `count`, and their distance."""
+    mantissa, exponent = round_step((high - low) / count)
+    step = mantissa * 10.0**exponent
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    decimals = max(0, -exponent)
+    return [Tick(n * step, f"{n * step:,.{decimals}f}") for n in range(first, last + 1)], step
+
+
 def round_step(least: float) -> tuple[int, int]:
     """The smallest of 1, 2, 5 times a power of ten that is at least `least`, as (mantissa, exponent)."""
     exponent = math.floor(math.log10(least))

@@ -70,6 +70,18 @@ NAMES = {
 CURVES = ("#30246b", "#5b2f86", "#86398f", "#ad4688", "#cf5a78", "#e77a63", "#f29d55", "#e9bd4f")
 """Memory curves, first to last rank: one ramp, because ranks are ordered."""
 
+COMPONENTS = {
+    "weights": "#30246b",
+    "gradients": "#3b74b4",
+    "optimizer": "#94b5dc",
+    "activations": "#dda13a",
+    "buffers": "#b9c0c8",
+}
+"""Memory by component: blues for what belongs to parameters, each lighter than the one before."""
+
+LIMIT = "#b3400a"
+"""The line of what a device has."""
+
 CAUSES = {
     "warm-up": ("#dfe4e8", "#333b43"),
     "waiting": ("#f4d9bd", "#5c432b"),
