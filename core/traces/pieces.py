@@ -82,13 +82,21 @@ def messages(trace: RankTrace, *, on_host: bool) -> list[Event]:
     return found if on_host else lasting or found
 
 
-def optimizer_steps(trace: RankTrace) -> list[tuple[float, float]]:
+class Stepped(NamedTuple):
+    """An optimizer step: when the host asked for it, and its seconds."""
+
+    asked_s: float
+    start_s: float
+    end_s: float
+
+
+def optimizer_steps(trace: RankTrace) -> list[Stepped]:
     """When the optimizer stepped: its kernels where a device has them, else its operations."""
     found = []
     for event in trace.events:
         if event.name.startswith(_OPTIMIZER) and event.category != "gpu_user_annotation":
             launches = [each for each in trace.launches if event.start_s <= each.start_s <= event.end_s]
-            found.append(_lasting(trace, launches) or (event.start_s, event.end_s))
+            found.append(Stepped(event.start_s, *(_lasting(trace, launches) or (event.start_s, event.end_s))))
     return found
 
 

@@ -47,7 +47,7 @@ def recognised(traces: Mapping[int, RankTrace], row_of: RowOf | None) -> dict[in
         if row_of is None and messages(trace, on_host=True):
             raise TimelineError(f"{trace.name}: no event names an action, and ranks send messages. {_PLAN}")
         row = rows[rank] = list(row_of(rank)) if row_of else _row_of_one_stage(trace, pieces)
-        places[rank] = _matches(pieces, row, [begin_s for begin_s, _ in optimizer_steps(trace)])
+        places[rank] = _matches(pieces, row, [each.asked_s for each in optimizer_steps(trace)])
         if not places[rank]:
             raise TimelineError(_unlike(trace.name, rank, pieces, row, given=row_of is not None))
     same = _one_step(places, {rank: trace.base_ns for rank, trace in traces.items()})
@@ -57,11 +57,13 @@ def recognised(traces: Mapping[int, RankTrace], row_of: RowOf | None) -> dict[in
 def _row_of_one_stage(trace: RankTrace, pieces: Sequence[Piece]) -> list[Action]:
     """The forwards and backwards of one stage up to the last optimizer step, after the one before it; all of them where
     none is annotated."""
-    ends = [end_s for _, end_s in optimizer_steps(trace)]
-    bounds = [float("-inf"), *ends] if ends else [float("-inf"), float("inf")]
-    steps = [[each for each in pieces if low <= each.start_s < high] for low, high in pairwise(bounds)]
-    most = max((sum(each.direction == "B" for each in step) for step in steps), default=0)
-    step = next((step for step in reversed(steps) if sum(each.direction == "B" for each in step) == most), [])
+    asked_s = [each.asked_s for each in optimizer_steps(trace)] or [float("inf")]
+    steps = [
+        [each for each in pieces if low <= each.asked_s < high] for low, high in pairwise([float("-inf"), *asked_s])
+    ]
+    whole = [step for step in steps if {"F", "B"} == {piece.direction for piece in step}]
+    most = max(map(len, whole), default=0)
+    step = next((step for step in reversed(whole) if len(step) == most), [])
     numbers: dict[Direction, int] = {"F": 0, "B": 0}
     row = []
     for piece in step:
@@ -131,11 +133,10 @@ def _spans(trace: RankTrace, rank: int, place: _Place, row: Sequence[Action]) ->
         Span(rank, "", action, piece.start_s, piece.end_s)
         for action, piece in zip(place.actions, place.pieces, strict=True)
     ]
-    end_s = max(span.end_s for span in spans)
     step = next((action for action in row if action.kind is Kind.STEP), None)
-    stepped = [times for times in optimizer_steps(trace) if times[0] >= end_s]
+    stepped = [each for each in optimizer_steps(trace) if each.asked_s >= place.pieces[-1].asked_s]
     if step and stepped:
-        spans.append(Span(rank, "", step, *stepped[0]))
+        spans.append(Span(rank, "", step, stepped[0].start_s, stepped[0].end_s))
     return spans + _messages(messages(trace, on_host=False), rank, place, row)
 
 
