@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.base.errors import PlanError, TimelineError
 from ..core.base.files import write_text
@@ -26,11 +26,12 @@ from ..core.commands.options import (
 )
 from ..core.schedule.schedule import Schedule, read_csv
 from ..core.schedule.timeline import Timeline
-from ..core.schedule.traces import load
+from ..core.traces.load import Recording, read_recording
 from .curves_cli import METRICS_SUFFIX, draw_curves
 from .draw import SUFFIXES, draw, kind_of
 from .maps_cli import STEP, draw_plan
 from .maps_cli import configure as configure_maps
+from .measured import measures, measures_text, rows_of
 from .page.content import Extra
 from .page.html import schedules_to_html
 from .page.schedules import sized
@@ -113,13 +114,12 @@ def run(args: argparse.Namespace) -> int:
     on_page = output is not None and kind_of(output) == ".html"
     if on_page and (args.plan or "").endswith(".csv"):
         return _write_schedules(args, str(output))
-    timeline, time_unit, extra = _read(args, on_page=on_page)
-    other, extras = None, [extra]
-    if args.compare is not None:
-        other, other_unit, other_extra = _read(_only_plan(args.compare), on_page=on_page)
-        extras.append(other_extra)
-        if other_unit != time_unit:
-            raise TimelineError(_NO_SECONDS.format(compare=args.compare))
+    first, second = _read_both(args, on_page=on_page)
+    timeline, time_unit, other = first.timeline, first.time_unit, second.timeline if second else None
+    if second and second.time_unit != time_unit:
+        raise TimelineError(_NO_SECONDS.format(compare=args.compare))
+    extras = [each.extra for each in (first, second) if each]
+    measured = _measured(first, second)
     color = output is None and not args.json and _wants_color()
     width = args.width
     if output is None and width is None:
@@ -141,8 +141,12 @@ def run(args: argparse.Namespace) -> int:
             print(drawn, end="")
         else:
             say(f"written: {output}", sys.stderr)
+    if measured and not args.json:
+        print(measures_text(measured), end="")
     if args.json:
         report = {**summary(timeline), "compare": summary(other) if other else None, "file": output}
+        if measured:
+            report["measured"] = measured
         if other is not None:
             report["lanes"] = [lane.report() for lane in compare_lanes(timeline, other)]
         print(json.dumps(report, indent=2))
@@ -216,18 +220,58 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _read(args: argparse.Namespace, *, on_page: bool) -> tuple[Timeline, TimeUnit, Extra]:
-    """The timeline that PLAN and the options mean, whether its times are seconds, and what a page says besides."""
+class _Read(NamedTuple):
+    """A timeline, whether its times are seconds, and what a page says besides; the plan's simulation, or the recording,
+    that it comes from."""
+
+    timeline: Timeline
+    time_unit: TimeUnit
+    extra: Extra = Extra()
+    simulation: Any = None
+    recording: Recording | None = None
+
+
+def _read_both(args: argparse.Namespace, *, on_page: bool) -> tuple[_Read, _Read | None]:
+    """What PLAN and `--compare` mean. Where one of them is a plan, its schedule says what traces without names of
+    actions are, so it is read first."""
+    if args.compare is None:
+        return _read(args, on_page=on_page), None
+    given = _only_plan(args.compare)
+    if _is_recorded(args.plan or "") and not _is_recorded(args.compare):
+        second = _read(given, on_page=on_page)
+        return _read(args, on_page=on_page, simulation=second.simulation), second
+    first = _read(args, on_page=on_page)
+    return first, _read(given, on_page=on_page, simulation=first.simulation)
+
+
+def _is_recorded(name: str) -> bool:
+    """Whether a file or a folder has what was recorded or drawn, rather than a plan or a schedule."""
+    return name.endswith((".json", ".json.gz")) or (bool(name) and Path(name).is_dir())
+
+
+def _read(args: argparse.Namespace, *, on_page: bool, simulation: Any = None) -> _Read:
+    """The timeline that PLAN and the options mean. In traces that name no actions a simulated plan's are recognised."""
     name = args.plan or ""
-    if name.endswith((".csv", ".json", ".json.gz")) or (name and Path(name).is_dir()):
+    if _is_recorded(name):
         _check_alone(args)
-        if not name.endswith(".csv"):
-            return load(name), "s", Extra()
-        return service("run_schedule")(read_csv(name)), "unit", Extra()
-    simulation = service("simulate")(read_any_plan(args), durations=read_durations(args))
-    found = _findings(simulation.run.graph.schedule) if on_page else ()
-    peaks = tuple(each.components() for each in simulation.memory)
-    return simulation.timeline, "s", Extra(simulation.report["capacity_bytes"], found, peaks)
+        recording = read_recording(name, rows_of(simulation) if simulation is not None else None)
+        return _Read(recording.timeline, "s", recording=recording)
+    if name.endswith(".csv"):
+        _check_alone(args)
+        return _Read(service("run_schedule")(read_csv(name)), "unit")
+    simulated = service("simulate")(read_any_plan(args), durations=read_durations(args))
+    found = _findings(simulated.run.graph.schedule) if on_page else ()
+    peaks = tuple(each.components() for each in simulated.memory)
+    extra = Extra(simulated.report["capacity_bytes"], found, peaks)
+    return _Read(simulated.timeline, "s", extra, simulation=simulated)
+
+
+def _measured(first: _Read, second: _Read | None) -> dict[str, Any]:
+    """What the traces among both measured, next to the plan among both."""
+    both = [each for each in (first, second) if each]
+    recording = next((each.recording for each in both if each.recording and each.recording.communication), None)
+    simulation = next((each.simulation for each in both if each.simulation is not None), None)
+    return measures(recording, simulation) if recording else {}
 
 
 def _check_alone(args: argparse.Namespace) -> None:

@@ -61,7 +61,8 @@ def _spans(timeline: Timeline, processes: dict[int, int]) -> Iterator[dict[str, 
             "pid": processes[span.global_rank],
             "tid": threads[span.lane],
             "ts": _microseconds(span.start_s),
-            "dur": _microseconds(span.duration_s),
+            # of both ends as they are rounded, so that a span ends no nanosecond after the next begins
+            "dur": round(_microseconds(span.end_s) - _microseconds(span.start_s), 3),
         }
 
 

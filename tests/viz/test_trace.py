@@ -29,8 +29,31 @@ def check(text):
         if event["ph"] == "C":
             assert all(isinstance(value, NUMBER) for value in event["args"].values())
     named = {(e["pid"], e["tid"]) for e in document["traceEvents"] if e["name"] == "thread_name"}
-    assert {(e["pid"], e["tid"]) for e in document["traceEvents"] if e["ph"] == "X"} <= named
+    slices = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert {(e["pid"], e["tid"]) for e in slices} <= named
+    check_nesting(slices)
+    for phase in "sf":
+        ids = [event["id"] for event in document["traceEvents"] if event["ph"] == phase]
+        assert ids == sorted(set(ids)) == list(range(len(ids)))
     return document["traceEvents"]
+
+
+def check_nesting(slices):
+    """Viewers count nanoseconds: of two slices of a thread the second begins after the first, or ends in it."""
+    ends = {}
+    for event in sorted(slices, key=lambda each: (each["ts"], -each["dur"])):
+        open_until = ends.setdefault((event["pid"], event["tid"]), [])
+        begin, end = round(event["ts"] * 1000), round(event["ts"] * 1000) + round(event["dur"] * 1000)
+        while open_until and open_until[-1] <= begin:
+            open_until.pop()
+        assert not open_until or end <= open_until[-1], event
+        open_until.append(end)
+
+
+def test_slices_that_follow_each_other_do_not_overlap_by_a_nanosecond():
+    """Times that no number of nanoseconds is."""
+    timeline = run_schedule(lower(build("1F1B", pp=4, num_microbatches=16)), 2e-3 / 3, 4e-3 / 3, 1e-4, 1e-5 / 9)
+    check(to_trace([timeline]))
 
 
 def test_every_span_is_a_complete_event_in_microseconds(full):

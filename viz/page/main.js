@@ -63,8 +63,9 @@ class Page {
     });
     if (header.note) sentences.push(header.note);
     element("notes").textContent = sentences.join(" · ");
-    const used = new Set();
-    for (const entry of header.timelines) for (const kind of entry.kind) used.add(header.kinds[kind]);
+    const seen = new Uint8Array(header.kinds.length);
+    for (const { kind } of header.timelines) for (let i = 0; i < kind.length; i++) seen[kind[i]] = 1;
+    const used = new Set(header.kinds.filter((_, at) => seen[at]));
     if (used.delete("OVERLAP_F_B")) used.add("F").add("B");
     const legend = element("legend");
     legend.replaceChildren();
@@ -262,11 +263,8 @@ class Page {
   repaint(now = false) {
     const { header, view } = this;
     document.documentElement.dataset.theme = view.theme;
-    this.colors = new Colors(header, view.theme, view.shows.causes);
     this.hits = header.timelines.map((entry) => found(header, entry, view.query));
-    for (const entry of header.timelines) {
-      for (const ofRank of this.tracks[entry.number]) for (const track of ofRank) track.paint(header, this.colors, this.hits[entry.number]);
-    }
+    this.paints = { header, colors: new Colors(header, view.theme, view.shows.causes), hits: this.hits };
     this.rows = rowsOf(header, view, this.tracks);
     const count = this.hits.reduce((sum, hits) => sum + (hits ? hits.reduce((a, b) => a + b, 0) : 0), 0);
     element("count").textContent = view.query.trim() ? `${count} found` : "";
@@ -291,7 +289,7 @@ class Page {
     const began = performance.now();
     this.painter.fit();
     this.scrollBy(0);
-    this.painter.draw(this.view, this.rows, this.colors, this.hits);
+    this.painter.draw(this.view, this.rows, this.paints);
     element("critical").setAttribute("aria-pressed", this.view.critical);
     this.frames.push(performance.now() - began);
     if (this.frames.length > 2000) this.frames.splice(0, 1000);
@@ -320,7 +318,7 @@ class Page {
     }
     const place = row.tracks.find((each) => height >= each.y && height < each.y + each.height + 1);
     if (!place || x < LABEL) return { row };
-    const { track } = place, time = painter.timeAt(x), slack = (2 * (view.hi - view.lo)) / painter.plot;
+    const track = place.track.ready(this.paints), time = painter.timeAt(x), slack = (2 * (view.hi - view.lo)) / painter.plot;
     let i = track.after(time - slack);
     while (i + 1 < track.start.length && track.end[i] < time && track.start[i + 1] <= time) i++;
     if (i >= track.start.length || track.start[i] > time + slack) return { row, place };

@@ -32,8 +32,9 @@ class Painter {
     return this.view.lo + ((x - LABEL) / this.plot) * (this.view.hi - this.view.lo);
   }
 
-  draw(view, rows, colors, hits) {
-    Object.assign(this, { view, colors, hits });
+  draw(view, rows, paints) {
+    Object.assign(this, { view, paints, colors: paints.colors });
+    const { colors } = paints;
     const { context } = this, dark = view.theme === "dark";
     this.ink = dark ? "#e6eaee" : "#1f2933";
     this.muted = dark ? "#9aa6b2" : "#66727f";
@@ -112,7 +113,7 @@ class Painter {
 
   track(place, top) {
     const { context, view, colors } = this, { track, height } = place, y = top + place.y;
-    const lo = track.after(view.lo);
+    const lo = track.ready(this.paints).after(view.lo);
     let hi = track.after(view.hi, lo);
     if (hi < track.start.length && track.start[hi] < view.hi) hi++;
     if (place.role === "compute") {

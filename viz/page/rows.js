@@ -38,11 +38,23 @@ class Colors {
   }
 }
 
-// The spans of a lane, and on the compute lane the idle times between them, in order of time.
+// The spans of a lane, and on the compute lane the idle times between them, in order of time. Both these and their
+// colours are made when the track is first seen, by `ready`.
 class Track {
   constructor(entry, rank, lane, lo, hi, gaps) {
-    Object.assign(this, { entry, rank, lane, lo, hi });
-    const count = hi - lo + gaps.hi - gaps.lo;
+    Object.assign(this, { entry, rank, lane, lo, hi, gaps, start: null, painted: null });
+  }
+
+  // With items and colours, for the `paints` { header, colors, hits } of now.
+  ready(paints) {
+    if (!this.start) this.collect();
+    if (this.painted !== paints) this.paint(paints);
+    this.painted = paints;
+    return this;
+  }
+
+  collect() {
+    const { entry, lo, hi, gaps } = this, count = hi - lo + gaps.hi - gaps.lo;
     this.start = new Float64Array(count);
     this.end = new Float64Array(count);
     this.ref = new Int32Array(count); // of a span its number, of an idle time -1 - its number
@@ -54,9 +66,9 @@ class Track {
     }
   }
 
-  // Sums of colour and time up to each item, for the colours and hits of now.
-  paint(header, colors, hits) {
-    const { entry, ref } = this, count = ref.length;
+  // Sums of colour and time up to each item.
+  paint({ header, colors, hits: ofTimelines }) {
+    const { entry, ref } = this, count = ref.length, hits = ofTimelines[entry.number];
     this.color = new Int32Array(count);
     this.second = new Int32Array(count).fill(-1);
     this.sums = [0, 1, 2, 3].map(() => new Float64Array(count + 1));

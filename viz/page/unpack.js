@@ -4,10 +4,7 @@ async function unpack(text) {
   if (typeof DecompressionStream === "undefined") {
     throw new Error("this browser cannot unpack gzip. Use one of 2023 or later.");
   }
-  const binary = atob(text.trim());
-  const packed = new Uint8Array(binary.length);
-  for (let i = 0; i < binary.length; i++) packed[i] = binary.charCodeAt(i);
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const stream = new Blob([bytesOf(text.trim())]).stream().pipeThrough(new DecompressionStream("gzip"));
   const buffer = await new Response(stream).arrayBuffer();
   const length = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
@@ -25,7 +22,14 @@ async function unpack(text) {
   return header;
 }
 
-// Where ranks begin in the columns, who waits for a span, and of every rank which others do the same.
+function bytesOf(base64) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64); // browsers of 2025
+  const binary = atob(base64), bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
+  return bytes;
+}
+
+// Where ranks begin in the columns, and of every rank which others do the same.
 function completed(entry) {
   entry.tracks = entry.ranks.map(() => []);
   const count = entry.num_spans;
@@ -35,22 +39,17 @@ function completed(entry) {
   }
   entry.gaps = ranges(entry.gap_rank, entry.ranks.length);
   entry.samples = ranges(entry.memory_rank, entry.ranks.length);
-  const { wait_offsets, wait_sources } = entry;
-  const offsets = new Int32Array(count + 1);
-  for (const source of wait_sources) offsets[source + 1]++;
-  for (let i = 0; i < count; i++) offsets[i + 1] += offsets[i];
-  const next = offsets.slice(), spans = new Int32Array(wait_sources.length);
-  for (let span = 0; span < count; span++) {
-    for (let k = wait_offsets[span]; k < wait_offsets[span + 1]; k++) spans[next[wait_sources[k]]++] = span;
-  }
-  entry.later_offsets = offsets;
-  entry.later_spans = spans;
-  entry.stages = entry.ranks.map(() => new Set());
-  for (let i = 0; i < count; i++) {
-    if (entry.lanes[entry.lane[i]].role !== "compute") continue;
-    if (entry.stage[i] >= 0) entry.stages[entry.rank[i]].add(entry.stage[i]);
-    if (entry.pair_stage[i] >= 0) entry.stages[entry.rank[i]].add(entry.pair_stage[i]);
-  }
+  entry.stages = entry.tracks.map((tracks) => {
+    const stages = new Set();
+    for (const { lane, lo, hi } of tracks) {
+      if (entry.lanes[lane].role !== "compute") continue;
+      for (let i = lo; i < hi; i++) {
+        if (entry.stage[i] >= 0) stages.add(entry.stage[i]);
+        if (entry.pair_stage[i] >= 0) stages.add(entry.pair_stage[i]);
+      }
+    }
+    return stages;
+  });
   const first = new Map();
   entry.stages = entry.stages.map((stages) => [...stages].sort((a, b) => a - b));
   entry.group = entry.stages.map((stages, rank) => {
@@ -85,8 +84,21 @@ function waitsOf(entry, span) {
   return entry.wait_sources.subarray(entry.wait_offsets[span], entry.wait_offsets[span + 1]);
 }
 
+// What waited for a span. Waits are turned round when that is first asked for: the first picture needs none.
 function laterOf(entry, span) {
-  return entry.later_spans.subarray(entry.later_offsets[span], entry.later_offsets[span + 1]);
+  entry.later ??= turned(entry);
+  return entry.later.spans.subarray(entry.later.offsets[span], entry.later.offsets[span + 1]);
+}
+
+function turned({ num_spans: count, wait_offsets, wait_sources }) {
+  const offsets = new Int32Array(count + 1);
+  for (const source of wait_sources) offsets[source + 1]++;
+  for (let i = 0; i < count; i++) offsets[i + 1] += offsets[i];
+  const next = offsets.slice(), spans = new Int32Array(wait_sources.length);
+  for (let span = 0; span < count; span++) {
+    for (let k = wait_offsets[span]; k < wait_offsets[span + 1]; k++) spans[next[wait_sources[k]]++] = span;
+  }
+  return { offsets, spans };
 }
 
 // Of what a span waited for, what ended last; -1 for nothing.

@@ -2,16 +2,13 @@
 
 import gzip
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from shardproof import build, draw, lower, run_schedule
 from shardproof.core.base.errors import TimelineError
 from shardproof.core.schedule.timeline import Timeline
-from shardproof.core.schedule.traces import load
+from shardproof.core.traces.load import load
 
 
 def event(name, start, end, category="user_annotation", thread=7):
@@ -120,67 +117,3 @@ def test_what_is_no_trace_is_refused_with_what_to_do(tmp_path, files, message):
         (tmp_path / name).write_text(text)
     with pytest.raises(TimelineError, match=message):
         load(tmp_path if len(files) != 1 else tmp_path / "a.json")
-
-
-RUN = """
-import sys, time, json, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
-from torch.profiler import ProfilerActivity, profile
-rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-busy = []
-class Timed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
-    def forward(self, x):
-        start = time.perf_counter()
-        y = self.net(x)
-        busy.append(time.perf_counter() - start)
-        return y
-stages = [PipelineStage(Timed(), rank + 2 * i, 4, torch.device("cpu")) for i in range(2)]
-for stage in stages:
-    backward = stage.backward_one_chunk
-    def timed(*args, backward=backward, **options):
-        start = time.perf_counter()
-        backward(*args, **options)
-        busy.append(time.perf_counter() - start)
-    stage.backward_one_chunk = timed
-schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=lambda y, t: ((y - t) ** 2).mean())
-x = torch.randn(4 * 128, 512)
-def step():
-    schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == 1 else {}))
-step()
-with profile(activities=[ProfilerActivity.CPU]) as profiler:
-    dist.barrier()
-    busy.clear()
-    start = time.perf_counter()
-    step()
-    ended = time.perf_counter()
-profiler.export_chrome_trace(f"{folder}/traces/{rank}.json.gz")
-json.dump([sum(busy), ended - start], open(f"{folder}/{rank}.own", "w"))
-dist.barrier()
-"""
-
-
-@pytest.mark.full
-def test_a_run_of_torch_s_pipelining_has_the_bubble_that_its_own_clock_says(tmp_path):
-    (tmp_path / "traces").mkdir()
-    (tmp_path / "run.py").write_text(RUN)
-    ranks = [
-        subprocess.Popen([sys.executable, tmp_path / "run.py", str(rank), str(tmp_path)], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, said = rank.communicate(timeout=240)
-        assert rank.returncode == 0, said.decode()
-    timeline = load(tmp_path / "traces")
-    assert timeline.global_ranks == (0, 1)
-    kinds = {str(span.action)[1:2] for span in timeline.spans if span.lane == "compute"}
-    assert kinds == {"F", "B"} and sum(span.lane == "compute" for span in timeline.spans) == 2 * 2 * 2 * 4
-    for rank in range(2):
-        busy_s, step_s = json.loads((tmp_path / f"{rank}.own").read_text())
-        assert timeline.busy_s(rank) / step_s == pytest.approx(busy_s / step_s, abs=0.02)
-    assert isinstance(timeline, Timeline) and Path(draw(timeline, tmp_path / "run.html")).exists()

@@ -1,0 +1,126 @@
+"""`load`: traces of torch's profiler (Kineto), and Chrome traces of ours, as timelines: what ran when. Actions are
+those that a trace names, else those of a schedule whose pattern of computing and sending is found in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import FileError, TimelineError
+from ..base.files import read_packed
+from ..base.parsing import parse_json
+from ..schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from ..schedule.timeline import COMPUTE_LANE, Span, Timeline, message_lane
+from .annotated import annotated
+from .communication import Communication, communication_of
+from .events import RankTrace, is_trace, read_rank
+from .ours import is_ours, read_ours
+from .recognised import RowOf, recognised
+
+TRACE_BYTES = 2**30
+"""Of one rank's trace: a step of torchtitan with stacks has some 300 MB."""
+
+SUFFIXES = (".json", ".json.gz")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A timeline from a file, and by rank the communication of its step, where a profiler recorded it."""
+
+    timeline: Timeline
+    communication: Mapping[int, Communication]
+
+
+def load(path: str | Path) -> Timeline:
+    """The timeline of `read_recording`, of files that name their actions or have one stage."""
+    return read_recording(path).timeline
+
+
+def read_recording(path: str | Path, row_of: RowOf | None = None) -> Recording:
+    """A recorded timeline, or the last whole step in a trace, or in the traces of a folder, a file for each rank; with
+    the rows of a lowered schedule also of traces that name no actions. Raises `TimelineError` for any other file, and
+    where no action is named or recognised."""
+    files = [Path(path)]
+    if Path(path).is_dir():
+        files = sorted(each for each in Path(path).iterdir() if each.name.endswith(SUFFIXES))
+        if not files:
+            raise TimelineError(f"{path}: no {' or '.join(SUFFIXES)} in this folder. Give that of a run's traces.")
+    documents: dict[str, Any] = {}
+    for file in files:
+        try:
+            documents[str(file)] = parse_json(read_packed(file, most_bytes=TRACE_BYTES), str(file))
+        except FileError as error:
+            raise TimelineError(str(error)) from error
+    if len(documents) == 1 and not is_trace(*documents.values()):
+        return Recording(Timeline.load(*documents), {})
+    return recording_of(documents, row_of)
+
+
+def recording_of(documents: Mapping[str, Any], row_of: RowOf | None = None) -> Recording:
+    """The last whole step of traces by file name."""
+    traces: dict[int, RankTrace] = {}
+    for name, document in documents.items():
+        if not is_trace(document):
+            raise TimelineError(f"{name}: this is no trace: it has no list traceEvents. Give what a profiler exported.")
+        if is_ours(document):
+            return Recording(read_ours(document, name), {})
+        trace = read_rank(name, document, traces)
+        traces[trace.global_rank] = trace
+    found = {rank: annotated(trace) for rank, trace in traces.items()}
+    if not any(found.values()):
+        found = recognised(traces, row_of)
+    communication = {rank: communication_of(traces[rank], own) for rank, own in found.items() if own}
+    return Recording(_together(traces, found), communication)
+
+
+def _together(traces: Mapping[int, RankTrace], found: Mapping[int, Sequence[Span]]) -> Timeline:
+    """The ranks' actions on one clock and on their lanes, the first of them at 0."""
+    holders, spans = _holders(found), []
+    first_ns = min(trace.base_ns for trace in traces.values())
+    for rank, own in found.items():
+        # the difference alone: seconds since 1970 would lose their last digits
+        later_s = (traces[rank].base_ns - first_ns) * 1e-9
+        spans += [
+            Span(rank, _lane(each.action, rank, holders), each.action, each.start_s + later_s, each.end_s + later_s)
+            for each in own
+        ]
+    begin_s = min(span.start_s for span in spans)
+    spans = [replace(span, start_s=span.start_s - begin_s, end_s=span.end_s - begin_s) for span in spans]
+    title = f"{len(found)} rank{'s' if len(found) != 1 else ''} of a profiler's trace"
+    return Timeline.from_spans(_one_by_one(spans), "measured", title=title)
+
+
+def _holders(found: Mapping[int, Sequence[Span]]) -> dict[int, list[int]]:
+    """Stage -> the ranks that compute it, ascending."""
+    holders: dict[int, list[int]] = {}
+    for rank in sorted(found):
+        for part in (part for span in found[rank] if span.action.kind in COMPUTE for part in span.action.parts):
+            if rank not in holders.setdefault(part.stage, []):
+                holders[part.stage].append(rank)
+    return holders
+
+
+def _lane(action: Action, rank: int, holders: Mapping[int, Sequence[int]]) -> str:
+    """The lane of an action; a message's names the rank at its other end, in the same place among its replicas."""
+    if action.kind in COMPUTE or action.kind is Kind.STEP:
+        return COMPUTE_LANE
+    if action.kind not in SENDS | RECEIVES:
+        return "dp"
+    forward, sending = action.kind in (Kind.SEND_F, Kind.RECV_F), action.kind in SENDS
+    own, others = holders.get(action.stage, []), holders.get(action.stage + (1 if forward == sending else -1), [])
+    place = own.index(rank) if rank in own else 0
+    peer = others[place] if place < len(others) else others[0] if others else 0
+    return message_lane("F" if forward else "B", sending, peer)
+
+
+def _one_by_one(spans: Sequence[Span]) -> list[Span]:
+    """The spans with those of one lane one after the other: of two that overlap the first ends when the next begins."""
+    ordered = sorted(spans, key=lambda span: (span.global_rank, span.lane, span.start_s, span.end_s))
+    found = []
+    for span, after in zip(ordered, [*ordered[1:], None], strict=True):
+        same = after is not None and (after.global_rank, after.lane) == (span.global_rank, span.lane)
+        end_s = min(span.end_s, after.start_s) if same and after is not None else span.end_s
+        found.append(Span(span.global_rank, span.lane, span.action, span.start_s, end_s))
+    return found
