@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from ...core.base.errors import error_words
+from ..base.host_copies import HostCopies
+from ..base.streams import Moment, wait_for
 from ..base.urls import Place
 from .tensors import Key, Piece, Share
 
@@ -74,18 +76,35 @@ class PendingSave:
 
 class Snapshots:
     """Copies of what a rank writes, in host memory that is kept from save to save: as much as its part of a checkpoint.
-    Memory of a CPU that is asked for anew costs more than the copy, as the system fills it with zeros first."""
+    Memory of a CPU that is asked for anew costs more than the copy, as the system fills it with zeros first.
 
-    def __init__(self) -> None:
+    From a GPU they are made while it computes on, until it changes the values: `settle` comes before that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._copies: dict[Key, torch.Tensor] = {}
+        self._host: HostCopies | None = None
+        self._under_way: tuple[Moment, Sequence[Piece]] = None, ()
 
     @torch.no_grad()
-    def of(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """The same pieces, with copies of their values as they are now."""
+    def of(self, pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], Moment]:
+        """The same pieces, with copies of their values as they are now, and the moment from which the copies may be
+        read."""
+        if self._host is None:
+            self._host = HostCopies(self._device)
         before, self._copies = self._copies, {}
         for piece in pieces:
-            values, copy = piece.tensor.detach(), before.get(piece.key)
+            values, copy = piece.tensor, before.get(piece.key)
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
-                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            self._copies[piece.key] = copy.copy_(values)
-        return tuple(replace(piece, tensor=self._copies[piece.key]) for piece in pieces)
+                copy = self._host.empty(values.numel(), values.dtype).view(values.shape)
+            self._copies[piece.key] = copy
+        moment = self._host.send((self._copies[piece.key], piece.tensor.detach()) for piece in pieces)
+        self._under_way = moment, pieces
+        return tuple(replace(piece, tensor=self._copies[piece.key]) for piece in pieces), moment
+
+    def settle(self) -> None:
+        """What the current stream is given next, which may change the values, comes after they have been copied."""
+        moment, _ = self._under_way
+        wait_for(moment, self._device)
+        self._under_way = None, ()

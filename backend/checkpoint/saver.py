@@ -22,6 +22,7 @@ from ...core.base.files import write_text
 from ...core.plan.batch_sizes import samples_before
 from ...core.plan.plan import AnyPlan, recorded_numerics
 from ..base.environment import environment
+from ..base.streams import Moment
 from ..base.urls import Place
 from ..data.corpus import Corpus
 from ..dcp.index import DamagedError
@@ -29,6 +30,7 @@ from ..transport.base import Group
 from ..transport.gather_values import gather_values, run_on_all
 from ..watch.stop import StopRequest
 from ..watch.watch import RankWatch
+from .again import Frames
 from .background import PendingSave, Snapshots, Task
 from .question import DONE, LATE, UNDER_WAY, Answer, asked
 from .resume import (
@@ -77,7 +79,7 @@ class Checkpoints:
         self.events: list[dict[str, Any]] = []
         self._pending: PendingSave | None = None
         self._share: Share | None = None
-        self._snapshots = Snapshots()
+        self._snapshots, self._frames = Snapshots(device), Frames()
         self._storage = storage_of(plan.checkpoint.folder, plan.checkpoint.keep)
         self._text = None if corpus is None or world.rank > 0 else corpus.record
         if world.rank == 0:
@@ -155,8 +157,13 @@ class Checkpoints:
     def before_steps(self, steps: int, rank: TrainingRank, stop: StopRequest) -> str | None:
         """The name of the signal that came to a rank before training went on after so many steps. From now on every
         step of the `rank` asks for the next one."""
-        rank.asks = lambda: asked(self._world, self._device, stop.number, self._progress())
-        number = Answer.of(rank.asks().tolist()).signal
+
+        def asks() -> torch.Tensor:
+            self._snapshots.settle()  # the step's update comes behind
+            return asked(self._world, self._device, stop.number, self._progress())
+
+        rank.asks = asks
+        number = Answer.of(asks().tolist()).signal
         return self._stopped(steps, number) if number else None
 
     def after_step(self, steps: int, rank: TrainingRank, *, last: bool) -> str | None:
@@ -174,6 +181,10 @@ class Checkpoints:
         if not self._plan.checkpoint.asynchronous or last or stops:
             self.finish()
         return self._stopped(steps, answer.signal) if stops else None
+
+    def is_busy(self, steps: int) -> bool:
+        """Whether `after_step` may have more to do after so many steps than to look at their answer."""
+        return self._pending is not None or self._is_due(steps)
 
     def _states(self) -> list[int]:
         """How the parts of all ranks are getting on; the host waits for it."""
@@ -223,14 +234,21 @@ class Checkpoints:
         self.finish()
         folder = self._storage.staging(steps)
         share = self._share = share_of(pieces, self._world, self._device, self._share)
+        copied: Moment = None
         if snapshot:
-            share = replace(share, pieces=self._snapshots.of(share.pieces))
+            pieces, copied = self._snapshots.of(share.pieces)
+            share = replace(share, pieces=pieces)
 
         def write() -> dict[str, Any]:
+            if copied is not None:
+                copied.synchronize()  # the host's, in this thread
             folder.mkdir(exist_ok=True)
             if self._world.rank == 0:
                 write_text(folder / STATE_FILE, json.dumps(self._state(steps), indent=1) + "\n")
-            written = write_share(folder, share)
+            written = self._frames.write(folder, share)
+            if written is None:
+                written = write_share(folder, share)
+                self._frames.learn(folder, share, written)
             self._storage.upload_files(steps, written["files"])
             return written
 

@@ -188,8 +188,13 @@ class _SavePlanner(DefaultSavePlanner):
         becomes of it on the way."""
         key = write_item.index.fqn, tuple(write_item.index.offset or ())
         values = self._pieces[key].tensor.detach().cpu().contiguous()
-        self.digests[key] = digest_of(values.reshape(-1).view(torch.uint8).numpy().data)
+        self.digests[key] = digest_of(bytes_of(values))
         return values
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The values of a tensor in rows, in the host's memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_share(path: Path, share: Share) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def _with_features(draw: random.Random, plan: Plan, data: str) -> Plan | None:
         learning_rate=1e-2,
     )
     dtype = draw.choice(("bf16", "fp16")) if plan.precision.dtype == "bf16" else plan.precision.dtype
-    scaled = {"initial_loss_scale": 2.0**14, "loss_scale_window": 2, "loss_scale_hysteresis": 1}
+    scaled = {"initial_loss_scale": 2.0**11, "loss_scale_window": 2, "loss_scale_hysteresis": 1}
     precision = Precision(dtype, **scaled) if dtype == "fp16" else plan.precision
     batch = replace(plan.batch, global_size=GLOBAL, **draw.choice(BATCHES))
     try:

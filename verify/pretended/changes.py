@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...backend.base import offload
+from ...backend.checkpoint import background, question
 from ...backend.data_parallel import early
 from ...backend.gradients import gradients, not_finite
 from ...backend.model import router
@@ -199,6 +200,17 @@ CHANGES = (
         "dp2-masters",
     ),
     Change(
+        "weights are updated while a checkpoint's copies are made",
+        background,
+        "wait_for",
+        _nothing,
+        "written-while-read",
+        "dp2-saves",
+    ),
+    Change(
+        "the host looks for signals by itself", question, "to_device", _waits_for_the_copy, "host-waits", "dp2-saves"
+    ),
+    Change(
         "a buffer of the host is used again while it is copied back",
         offload,
         "_fetch",
@@ -249,6 +261,9 @@ PLANS = {
     "dp2-masters": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data="")
     .replace('"fp32"', '"bf16"')
     .replace("[train]", "[offload]\noptimizer = 1.0\nmasters = true\n[train]"),
+    "dp2-saves": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data="").replace(
+        "[train]", '[checkpoint]\nfolder = "saved"\nevery = 3\n[train]'
+    ),
     "dp2-registered": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 2", data=EARLY)
     .replace('"exact"', '"fast"')
     .replace("[train]", '[communicators]\nregistered = ["dp"]\n[train]'),

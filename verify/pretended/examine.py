@@ -104,7 +104,7 @@ def examined(plan: AnyPlan, *, steps: int = STEPS, change: str = "", patience_s:
         done = subprocess.run(
             command,
             env={**environment(folder, devices=devices, log=True), **variables},
-            input=by_the_library(plan).to_toml(),
+            input=by_the_library(_saving_in(plan, folder)).to_toml(),
             capture_output=True,
             text=True,
         )
@@ -139,6 +139,13 @@ def examined(plan: AnyPlan, *, steps: int = STEPS, change: str = "", patience_s:
     )
 
 
+def _saving_in(plan: AnyPlan, folder: str) -> AnyPlan:
+    """The plan; where it saves, in a folder of the run."""
+    if plan.checkpoint.folder is None:
+        return plan
+    return replace(plan, checkpoint=replace(plan.checkpoint, folder=str(Path(folder) / "saved")))
+
+
 def by_the_library(plan: AnyPlan) -> AnyPlan:
     """A plan whose exact products are the library's, unless it says whose. What ranks would give to our kernels is
     carried out from its PTX, which takes a step with experts or dropped attention many minutes: kernels have tests of
@@ -160,7 +167,7 @@ def _age(log: Path) -> int:
 
 def run_here(steps: int) -> None:
     """The plan comes on standard input, what the proof found goes to standard output. In fast numerics it trains a step
-    more, for the first makes what lasts."""
+    more, for the first makes what lasts; where it saves, so many that two follow on a checkpoint."""
     from ...backend.launching.launch import run_ranks
     from ..dynamic.proof import prove
     from .labelled import labelled_steps, plain_steps
@@ -175,7 +182,8 @@ def run_here(steps: int) -> None:
         _say(None, [str(failure)])
         return
     if (fast := _fast(plan)) is not None:
-        run_ranks(plain_steps, (fast, steps + 1), world_size=fast.world_size, transport="nccl")
+        more = 1 if fast.checkpoint.every is None else fast.checkpoint.every
+        run_ranks(plain_steps, (fast, steps + more), world_size=fast.world_size, transport="nccl")
     _say(proof.report.get("bits_different"), proof.findings)
 
 

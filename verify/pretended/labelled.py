@@ -113,16 +113,29 @@ def labelled_steps(transport: Transport, job: ProofJob) -> RankLedger:
 
 
 def plain_steps(transport: Transport, given: tuple[AnyPlan, int]) -> None:
-    """So many steps of a plan as training does them, without an observer; each begins with a line in the log."""
+    """So many steps of a plan as training does them, without an observer, saving where the plan says so; each begins
+    with a line in the log."""
+    from ...backend.checkpoint.saver import Checkpoints
     from ...backend.ranks.rank_of_plan import training_rank
 
     plan, steps = given
     _begin(transport, LabelledRecorder())
     rank = training_rank(transport, plan)
+    checkpoints = None
+    if plan.checkpoint.folder is not None:
+        corpus = rank.batches.corpus
+        checkpoints = Checkpoints(plan, corpus, transport.everyone, transport.device, transport.watch)
+        checkpoints.before_steps(0, rank, transport.stop)
     for step in range(steps):
         note("step", str(step))
         rank.step(step)
+        if checkpoints is not None:
+            if checkpoints.is_busy(step + 1):
+                note("step", "")  # ranks talk about a checkpoint: no wait of every step
+            checkpoints.after_step(step + 1, rank, last=False)
     note("step", "")
+    if checkpoints is not None:
+        checkpoints.finish()
     rank.settle()
     pretended().pretended_flush()
 

@@ -34,6 +34,8 @@ ALLOWED = (
     Allowed("backend/pipeline/messages.py:settle", "the times of the step, from events"),
     Allowed("backend/pipeline/graphs.py:_capture", "the device is idle when a step is captured", counts=False),
     Allowed("backend/tensor_parallel/exchange.py:exchange", "how many tokens each expert gets", counts=False),
+    Allowed("backend/checkpoint/saver.py:write", "a checkpoint's copies, in the thread that writes it", counts=False),
+    Allowed("backend/checkpoint/tensors.py:_write", "DCP's own stream, in that thread", counts=False),
     Allowed("backend/ranks/batches.py:_batch", "how many tokens of the batch count in its loss", counts=False),
     Allowed("backend/ranks/batches.py:_with_lengths", "how long padded documents are", counts=False),
 )

@@ -96,9 +96,53 @@ def test_copies_are_made_into_the_same_memory_again():
 
     values = torch.arange(6.0)
     piece = Piece("a", (6,), (slice(0, 6),), values)
-    snapshots = Snapshots()
-    (first,) = snapshots.of([piece])
+    snapshots = Snapshots(torch.device("cpu"))
+    (first,), _ = snapshots.of([piece])
     place = first.tensor.data_ptr()
     values += 1
-    (second,) = snapshots.of([piece])
+    (second,), _ = snapshots.of([piece])
     assert second.tensor.data_ptr() == place and place != values.data_ptr() and torch.equal(second.tensor, values)
+
+
+def test_a_file_written_like_the_one_before_is_byte_by_byte_what_dcp_writes(tmp_path):
+    from shardproof.backend.checkpoint.again import Frames
+    from shardproof.backend.checkpoint.tensors import Piece, share_of, write_share
+
+    def written(transport, _):
+        values = [torch.arange(10.0), torch.tensor(3.0), torch.arange(12).view(3, 4).half(), torch.zeros(2, 0)]
+        pieces = [
+            Piece(f"part.{i}", tuple(each.shape), tuple(slice(0, size) for size in each.shape), each)
+            for i, each in enumerate(values[: 4 - transport.global_rank])
+        ]
+        share = share_of(pieces, transport.everyone, transport.device)
+        frames = Frames()
+        assert frames.write(tmp_path, share) is None
+        frames.learn(tmp_path / "first", share, write_share(tmp_path / "first", share))
+        for each in values:
+            each += 1.25
+        (tmp_path / "again").mkdir(exist_ok=True)
+        return frames.write(tmp_path / "again", share), write_share(tmp_path / "dcp", share)
+
+    for rank, (again, dcp) in enumerate(run_threads(MemoryWorld(2, timeout_s=60), written, None)):
+        (name,) = dcp["files"]
+        content = (tmp_path / "dcp" / name).read_bytes()
+        assert again == dcp, rank
+        assert (tmp_path / "again" / name).read_bytes() == content != (tmp_path / "first" / name).read_bytes()
+
+
+def test_pieces_of_other_shapes_are_written_by_dcp_again(tmp_path):
+    from shardproof.backend.checkpoint.again import Frames
+    from shardproof.backend.checkpoint.tensors import Piece, share_of, write_share
+
+    def written(transport, _):
+        def share(size):
+            return share_of(
+                [Piece("a", (size,), (slice(0, size),), torch.zeros(size))], transport.everyone, transport.device
+            )
+
+        frames = Frames()
+        frames.learn(tmp_path, share(4), write_share(tmp_path, share(4)))
+        return frames.write(tmp_path, share(5)), frames.write(tmp_path, share(4))
+
+    ((other, same),) = run_threads(MemoryWorld(1, timeout_s=60), written, None)
+    assert other is None and same is not None

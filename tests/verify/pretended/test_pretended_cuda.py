@@ -249,7 +249,9 @@ def test_options_arrive_at_the_communicators_of_their_axes_and_change_no_bits() 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("plan", ["dp2-zero3", "ep2", "tp2-overlap", "tp2-offload", "dp2-masters", "pairs-offload"])
+@pytest.mark.parametrize(
+    "plan", ["dp2-zero3", "ep2", "tp2-overlap", "tp2-offload", "dp2-masters", "pairs-offload", "dp2-saves"]
+)
 def test_steps_of_other_plans(plan: str) -> None:
     test_a_step_has_the_bits_of_one_device_and_no_race(plan)
 
