@@ -417,8 +417,11 @@ def run_steps(
     steps = plan.train.steps if steps is None else steps
     world = transport.everyone
     if plan.checkpoint.folder is not None:
-        # hosts may see a folder differently for a while: rank 0 decides
-        resume = gather_values(world, resume, transport.device)[0]
+        # hosts may see a folder differently for a while: rank 0 decides; of their own folders one may be gone
+        found = gather_values(world, resume, transport.device)
+        resume = (
+            found[0] if plan.checkpoint.copies is None else next((each for each in found if each is not None), None)
+        )
     # the checkpoint's weights replace those
     started = plan if resume is None else replace(plan, train=replace(plan.train, load=None))
     rank = training_rank(transport, started, model=model, observer=observer)

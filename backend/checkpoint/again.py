@@ -31,6 +31,42 @@ class UnknownError(Exception):
     """A file is not as this version of torch's is known to be."""
 
 
+class Part(io.RawIOBase):
+    """So many bytes of a file from `first` on, as a file of their own: values may be many gigabytes, which nobody reads
+    here."""
+
+    def __init__(self, descriptor: int, first: int, length: int):
+        super().__init__()
+        self.length = length
+        self._descriptor, self._first, self._at = descriptor, first, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self.length - self._at))
+        found = os.preadv(self._descriptor, [memoryview(buffer)[:count]], self._first + self._at) if count else 0
+        self._at += found
+        return found
+
+    def take(self, first: int, count: int) -> bytes:
+        """So many of the part's bytes. Raises `UnknownError` where it ends before."""
+        found = os.pread(self._descriptor, count, self._first + first)
+        if len(found) != count or first + count > self.length:
+            raise UnknownError(f"it ends before byte {first + count}")
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class Zip:
     """What lies around the values of one tensor, and where in it their CRC-32, the id and the CRC-32 of that stand.
@@ -45,10 +81,10 @@ class Zip:
     crcs: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, content: bytes) -> Zip:
-        """Of a tensor's zip. Raises `UnknownError`."""
+    def of(cls, content: Part) -> Zip:
+        """Of a tensor's zip. Raises `UnknownError`, and `OSError` where it cannot be read."""
         try:
-            with ZipFile(io.BytesIO(content)) as archive:
+            with ZipFile(content) as archive:
                 infos, directory = archive.infolist(), archive.start_dir
         except (BadZipFile, OSError, ValueError) as error:
             raise UnknownError(str(error)) from error
@@ -60,9 +96,7 @@ class Zip:
             first = info.header_offset + 30 + sum(_numbers(content, info.header_offset + 26, 2, 2))
             last = first + info.file_size
             described = (last + 4,) if info.flag_bits & DESCRIBED else ()  # no values have no descriptor behind them
-            if content[directory : directory + 4] != b"PK\1\2" or (
-                described and content[last : last + 4] != b"PK\7\x08"
-            ):
+            if content.take(directory, 4) != b"PK\1\2" or (described and content.take(last, 4) != b"PK\7\x08"):
                 raise UnknownError(f"{name} is not where it should be")
             places[name] = first, last, (*described, directory + 16)
             directory += 46 + sum(_numbers(content, directory + 28, 2, 3))
@@ -70,11 +104,10 @@ class Zip:
         id_first, id_last, id_crc_at = places[ID]
         filled = {name: info for name, info in named.items() if name != ID and info.file_size}
         crcs = tuple(None if name == VALUES else info.CRC for name, info in filled.items())
-        behind = content[last:]
+        behind = content.take(last, content.length - last)
         moved = tuple(place - last for place in crc_at), tuple(place - last for place in id_crc_at)
-        found = cls(
-            content[:first], behind, moved[0], id_first - last, moved[1], content[id_first : id_first + 20], crcs
-        )
+        names = content.take(id_first, 20)
+        found = cls(content.take(0, first), behind, moved[0], id_first - last, moved[1], names, crcs)
         if id_last - id_first != 40 or found.behind_of(named[VALUES].CRC) != behind:
             raise UnknownError("its id is made otherwise")
         return found
@@ -107,16 +140,17 @@ class Frames:
         self._described = []
         try:
             (name,) = written["files"]
-            content, end = (path / name).read_bytes(), 0
-            zips = []
-            for _, _, (first, length) in written["blocks"]:
-                if first != end:
-                    raise UnknownError("there is something between tensors")
-                end = first + length
-                zips.append(Zip.of(content[first:end]))
+            zips, end = [], 0
+            with (path / name).open("rb") as file:
+                for _, _, (first, length) in written["blocks"]:
+                    if first != end:
+                        raise UnknownError("there is something between tensors")
+                    end = first + length
+                    zips.append(Zip.of(Part(file.fileno(), first, length)))
+                size = os.fstat(file.fileno()).st_size
         except (UnknownError, ValueError):
             return
-        if end == len(content) and [key[0] for key in written["blocks"]] == [piece.name for piece in share.pieces]:
+        if end == size and [key[0] for key in written["blocks"]] == [piece.name for piece in share.pieces]:
             self._described = [piece.described for piece in share.pieces]
             self._zips, self._written = zips, dict(written)
 
@@ -144,6 +178,6 @@ class Frames:
         return {"blocks": blocks, "files": {name: digest_of_file(path / name)}}
 
 
-def _numbers(content: bytes, first: int, size: int, count: int) -> list[int]:
+def _numbers(content: Part, first: int, size: int, count: int) -> list[int]:
     """So many numbers of `size` bytes each."""
-    return [int.from_bytes(content[first + i * size : first + (i + 1) * size], "little") for i in range(count)]
+    return [int.from_bytes(content.take(first + i * size, size), "little") for i in range(count)]

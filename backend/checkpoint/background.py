@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,15 @@ class Task:
 @dataclass(eq=False)
 class PendingSave:
     """The checkpoint after so many `steps` on its way: into the folder `partial`, which becomes `path`. `task` is what
-    this rank is doing for it; in the last part, `is_last`, only the first rank has something to do."""
+    this rank is doing for it; `rest` is what is to be done after all have written their files, of which the task is the
+    last one that began."""
 
     steps: int
     partial: Path
     path: Place
     share: Share
     task: Task
-    is_last: bool = False
+    rest: Iterator[Callable[[], None]] | None = None
 
 
 class Snapshots:

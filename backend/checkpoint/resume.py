@@ -23,7 +23,7 @@ from ...core.plan.plan import AnyPlan, recorded_numerics
 from ...core.plan.sections import NO_PRODUCTS
 from ..base.urls import Place, check_writable, place_of
 from ..dcp.files import exists
-from ..dcp.index import INDEX_FILE
+from ..dcp.index import INDEX_FILE, DamagedError
 from .whole import quick_damages, read_state
 
 
@@ -98,12 +98,24 @@ def resumption(plan: AnyPlan, *, resume: bool) -> Resumption | None:
             "Use --resume to go on with it, or another folder."
         )
     damaged: list[str] = []
+    if plan.checkpoint.copies is not None:
+        return _on_this_host(plan, found)
     for saved in reversed(found):
         problems = quick_damages(saved.path)
         if not problems:
             return Resumption(saved, changes_since(plan, saved), tuple(damaged))
         damaged.append(damage_text(saved.path, problems))
     raise NoneWholeError(plan, damaged)
+
+
+def _on_this_host(plan: AnyPlan, found: Sequence[Saved]) -> Resumption | None:
+    """The newest that this host knows of, where each has a part of all: ranks find out together which is whole."""
+    for saved in reversed(found):
+        try:
+            return Resumption(saved, changes_since(plan, saved))
+        except DamagedError:
+            continue
+    return None
 
 
 def changes_since(plan: AnyPlan, saved: Saved) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from ..watch.stop import StopRequest
 from ..watch.watch import RankWatch
 from .again import Frames
 from .background import PendingSave, Snapshots, Task
+from .host_storage import HostStorage
 from .question import DONE, LATE, UNDER_WAY, Answer, asked
 from .resume import (
     NoneWholeError,
@@ -44,7 +45,7 @@ from .resume import (
     saved_in,
 )
 from .state import pieces_of, take_up
-from .storage import storage_of
+from .storage_choice import storage_of
 from .tensors import Piece, Share, check_written, finish_folder, read_tensors, share_of, write_share
 from .whole import STATE_FILE, STATE_FORMAT, has_index, quick_damages, steps_of
 
@@ -80,7 +81,7 @@ class Checkpoints:
         self._pending: PendingSave | None = None
         self._share: Share | None = None
         self._snapshots, self._frames = Snapshots(device), Frames()
-        self._storage = storage_of(plan.checkpoint.folder, plan.checkpoint.keep)
+        self._storage = storage_of(plan.checkpoint, world, device)
         self._text = None if corpus is None or world.rank > 0 else corpus.record
         if world.rank == 0:
             self._storage.prepare()
@@ -89,6 +90,8 @@ class Checkpoints:
         """Makes a rank go on from a checkpoint, or where it is damaged from the newest whole one before it, which
         standard error reports it. Gives the number of steps that were done. Raises `PlanError` on every rank where that
         is one of another model or of another text, and where none is whole."""
+        if isinstance(self._storage, HostStorage):
+            return self._restore_from_hosts(self._storage, rank)
         own = [[saved.path.name, saved.steps] for saved in saved_in(path.parent) if saved.steps <= steps_of(path)][::-1]
         damaged: list[str] = []
         for name, steps in gather_values(self._world, own, self._device)[0]:
@@ -101,28 +104,46 @@ class Checkpoints:
                 damaged.append(damage_text(saved.path, error.problems))
                 continue
             take_up(rank, pieces)
-            if self._world.rank == 0:
-                for notice in [*(f"{text} Going on from {saved.path}." for text in damaged[-1:]), *notices]:
-                    print(f"resume: {notice}", file=sys.stderr, flush=True)
-            self.newest = saved.path
-            self.events.append({"step": saved.steps, "event": "resumed", "path": str(saved.path)})
-            return saved.steps
+            return self._resumed(saved, damaged, notices)
         raise NoneWholeError(self._plan, damaged)
 
-    def _may_go_on(self, saved: Saved) -> list[str]:
-        """Sentences that are to be said when a run goes on from a checkpoint. Raises on every rank, as rank 0 finds it,
+    def _restore_from_hosts(self, storage: HostStorage, rank: TrainingRank) -> int:
+        """`restore`, from what hosts have on their own disks."""
+        pieces = pieces_of(rank)
+        saved, lost = storage.bring(pieces, self._plan.train.steps, self._watch)
+        notices = self._may_go_on(saved, is_checked=True)
+        read_tensors(saved.path, pieces, self._world, self._device, self._watch, is_checked=True)
+        take_up(rank, pieces)
+        return self._resumed(saved, lost, notices)
+
+    def _resumed(self, saved: Saved, damaged: Sequence[str], notices: Sequence[str]) -> int:
+        """What is to be said when ranks go on from a checkpoint; gives its steps."""
+        if self._world.rank == 0:
+            for notice in [*(f"{text} Going on from {saved.path}." for text in damaged[-1:]), *notices]:
+                print(f"resume: {notice}", file=sys.stderr, flush=True)
+        self.newest = saved.path
+        self.events.append({"step": saved.steps, "event": "resumed", "path": str(saved.path)})
+        return saved.steps
+
+    def _may_go_on(self, saved: Saved, *, is_checked: bool = False) -> list[str]:
+        """Sentences that are to be said when a run goes on from a checkpoint, whose files were compared with their
+        digests already where it `is_checked`. Raises on every rank, as rank 0 finds it,
         `DamagedError`, and `PlanError` where it is of another run or text."""
-        answer = run_on_all(self._world, self._device, lambda: self._opening(saved), watch=self._watch, name="check")
+        answer = run_on_all(
+            self._world, self._device, lambda: self._opening(saved, is_checked), watch=self._watch, name="check"
+        )
         kind, sentences = gather_values(self._world, answer, self._device)[0]
         if kind != "notices":
             raise (DamagedError if kind == "damaged" else PlanError)(sentences)
         return list(sentences)
 
-    def _opening(self, saved: Saved) -> tuple[str, list[str]]:
+    def _opening(self, saved: Saved, is_checked: bool) -> tuple[str, list[str]]:
         """`damaged` or `refused` with problems, or `notices`, on rank 0."""
         if self._text is None:
             return "notices", []
-        if problems := quick_damages(saved.path):  # first: what a damaged `state.json` says is not believed
+        if not is_checked and (
+            problems := quick_damages(saved.path)
+        ):  # first: what a damaged `state.json` says is not believed
             return "damaged", problems
         try:
             changes_since(self._plan, saved)
@@ -274,19 +295,17 @@ class Checkpoints:
         answers = gather_values(self._world, pending.task.answer, self._device)
         if errors := [f"rank {rank}: {each['error']}" for rank, each in enumerate(answers) if "error" in each]:
             raise OSError(f"the checkpoint after {pending.steps} steps was not saved: {'; '.join(errors)}")
-        if pending.is_last:
-            self.newest = pending.path
-            self.events.append({"step": pending.steps, "event": "saved", "path": str(pending.path)})
+        rest = pending.rest
+        if rest is None:
+            written = [each["value"] for each in answers]
+            check_written(pending.partial, pending.share, written)
+            finish = partial(finish_folder, pending.partial, pending.share, written)
+            rest = self._storage.rest(pending.steps, written, finish)
+        if (work := next(rest, None)) is not None:
+            self._pending = replace(pending, task=Task(self._lane, work), rest=rest)
             return
-        written, leads = [each["value"] for each in answers], self._world.rank == 0
-        check_written(pending.partial, pending.share, written)
-
-        def finish() -> None:
-            finish_folder(pending.partial, pending.share, written)
-            self._storage.commit(pending.steps)
-
-        task = Task(self._lane, finish if leads else lambda: None)
-        self._pending = replace(pending, task=task, is_last=True)
+        self.newest = pending.path
+        self.events.append({"step": pending.steps, "event": "saved", "path": str(pending.path)})
 
     @property
     def _lane(self) -> str:

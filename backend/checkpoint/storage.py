@@ -13,13 +13,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..base.urls import Place, UrlPath, check_writable, place_of
+from ..base.urls import Place, UrlPath
 from ..dcp.index import INDEX_FILE
 from ..dcp.older import METADATA_FILE
+from .exchange import Work
 from .resume import path_of, saved_in
 from .whole import STATE_FILE
 
@@ -30,7 +31,7 @@ DAMAGED = ".damaged"
 
 
 class Storage(Protocol):
-    """Of one rank. `prepare`, `commit` and what they remove are the first rank's."""
+    """Of one rank. `prepare` is the first rank's."""
 
     def prepare(self) -> None:
         """Removes what runs that were ended while they saved or removed have left behind."""
@@ -44,12 +45,33 @@ class Storage(Protocol):
     def upload_files(self, steps: int, names: Iterable[str]) -> None:
         """This rank's files are complete in its staging folder: brings them to where all ranks' files lie."""
 
+    def rest(self, steps: int, written: Sequence[Mapping[str, Any]], finish: Callable[[], None]) -> Iterator[Work]:
+        """Work of this rank after which there is this checkpoint, and older ones than are to be kept are no more. All
+        ranks ask for the next one together, when all have done theirs. `written` is what `write_share` gave on every
+        rank; `finish` puts the index down, in the first rank's staging folder."""
+
+
+class OnePlace:
+    """What storages have in common whose checkpoints lie in one place for all ranks."""
+
+    leads = False
+    """Whether this is the first rank, which makes checkpoints of files."""
+
     def commit(self, steps: int) -> None:
-        """All ranks' files are there, and the index is in the first rank's staging folder: from now on there is this
-        checkpoint, and older ones than are to be kept are no more."""
+        """All files and the index are there: gives the checkpoint its name, and removes older ones."""
+        raise NotImplementedError
+
+    def rest(self, steps: int, written: Sequence[Mapping[str, Any]], finish: Callable[[], None]) -> Iterator[Work]:
+        """As `Storage.rest`."""
+
+        def work() -> None:
+            finish()
+            self.commit(steps)
+
+        yield work if self.leads else lambda: None
 
 
-class FolderStorage:
+class FolderStorage(OnePlace):
     """`Storage` in a folder, in which the staging folder lies. `keep` is how many stay, None all."""
 
     def __init__(self, folder: Path, keep: int | None):
@@ -77,6 +99,11 @@ class FolderStorage:
         """They are where they belong already."""
 
     def commit(self, steps: int) -> None:
+        """As `OnePlace.commit`."""
+        self.give_name(steps)
+        self._remove_old(self.place(steps))
+
+    def give_name(self, steps: int) -> None:
         """Gives the checkpoint its name; one of that name, which was damaged, gets another."""
         path, staging = self.place(steps), self.staging(steps)
         for file in (STATE_FILE, INDEX_FILE):
@@ -86,7 +113,6 @@ class FolderStorage:
             path.rename(_free_name(path.with_name(path.name + DAMAGED)))
         staging.rename(path)
         _sync(self._folder)
-        self._remove_old(path)
 
     def _remove_old(self, newest: Path) -> None:
         """Newer checkpoints than the `newest` of this run were damaged, and stay."""
@@ -98,7 +124,7 @@ class FolderStorage:
             shutil.rmtree(removed)
 
 
-class UrlStorage:
+class UrlStorage(OnePlace):
     """`Storage` at a URL; the staging folder is a temporary one of this rank's, which has room for its part."""
 
     def __init__(self, url: UrlPath, keep: int | None):
@@ -152,13 +178,6 @@ class UrlStorage:
         file = self.staging(steps) / name
         (self.place(steps) / name).upload(file)
         file.unlink()
-
-
-def storage_of(folder: str, keep: int | None) -> Storage:
-    """What keeps checkpoints in `checkpoint.folder`. Raises `PlanError` where it cannot be written to."""
-    place = place_of(folder)
-    check_writable(place, "checkpoint.folder")
-    return UrlStorage(place, keep) if isinstance(place, UrlPath) else FolderStorage(place, keep)
 
 
 def _free_name(path: Path) -> Path:

@@ -289,19 +289,29 @@ def finish_folder(path: Path, share: Share, everyone: Sequence[Mapping[str, Any]
 
 
 def read_tensors(
-    path: Place, pieces: Sequence[Piece], world: Group, device: torch.device, watch: RankWatch | None = None
+    path: Place,
+    pieces: Sequence[Piece],
+    world: Group,
+    device: torch.device,
+    watch: RankWatch | None = None,
+    *,
+    is_checked: bool = False,
 ) -> None:
     """Fills the pieces of every rank of `world`, which call this together, from the folder `path`,
     whatever layout saved it.
 
     Raises on every rank, with no piece changed, `DamagedError` when the folder is not as it was saved, and `PlanError`
-    when it has other tensors than the ranks. Each file is read once before, by one of the ranks, and blocks are
-    compared with their digests again when they are used: where one is another by then, `DamagedError` ends the run.
+    when it has other tensors than the ranks. Unless it `is_checked`, each file is read once before, by one of the
+    ranks; blocks are compared with their digests again when they are used: where one is another by then, `DamagedError`
+    ends the run.
     """
     contents = _agreed(path, world, device, watch)
     _check(path, contents, pieces, world, device)
-    own = run_on_all(world, device, lambda: damages(path, contents, world.rank, world.size), watch=watch, name="check")
-    _raise_all(gather_values(world, own, device))
+    if not is_checked:
+        own = run_on_all(
+            world, device, lambda: damages(path, contents, world.rank, world.size), watch=watch, name="check"
+        )
+        _raise_all(gather_values(world, own, device))
     found = run_on_all(world, device, lambda: list(_fill(path, contents, pieces)), watch=watch, name="load")
     _raise_all(gather_values(world, found, device))
 
@@ -334,6 +344,17 @@ def _agreed(path: Place, world: Group, device: torch.device, watch: RankWatch | 
     return Contents(
         fields["steps"], fields["save"], {name: SavedFile(*file) for name, file in fields["files"].items()}, tensors
     )
+
+
+def files_of(contents: Contents, pieces: Sequence[Piece]) -> set[str]:
+    """The files that have something of the pieces."""
+    return {
+        block.file
+        for piece in pieces
+        if piece.name in contents.tensors
+        for block in contents.tensors[piece.name].blocks
+        if block.num_elements and _shared(piece, block) is not None
+    }
 
 
 def _raise_all(found: Sequence[Sequence[str]]) -> None:

@@ -704,6 +704,15 @@ class Checkpoint(Bounded, section="checkpoint"):
     keep: int | None = option(
         "how many of the newest stay", default=None, minimum=1, default_note="all", read_by="backend.checkpoint.saver"
     )
+    copies: int | None = option(
+        "folder is on each host's own disk, and so many other hosts have a copy of its files",
+        default=None,
+        minimum=1,
+        bound=DEVICES,
+        default_note="all hosts see folder",
+        more="As many hosts may be lost with their disks.",
+        read_by="backend.checkpoint.storage_choice",
+    )
     asynchronous: bool = option(
         "whether training goes on while a checkpoint is written",
         default=True,
