@@ -26,9 +26,10 @@ def own_slopes(context: LayerContext) -> tuple[float, ...]:
     return alibi_slopes(context.model)[first_query_head(context) :]
 
 
-def penalties(slopes: Sequence[float], start: int, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """fp32 [heads, l, keys]: what is added to the scores of queries from the token `start` on."""
-    queries, keys = (torch.arange(size, device=device) for size in (num_queries, num_keys))
+def penalties(slopes: Sequence[float], start: int, like: Tensor) -> Tensor:
+    """fp32 [heads, l, keys]: what is added to the scores of queries from the token `start` on; `like` is of as many
+    queries and keys."""
+    queries, keys = (torch.arange(size, device=like.device) for size in like.shape[-2:])
     distances = (queries.unsqueeze(-1) + (start - keys)).float()
     return torch.stack([distances * -slope for slope in slopes])
 
@@ -41,7 +42,8 @@ class PenalisedKernel:
     slopes: Sequence[float]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, start: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        results, saved = [], []
+        results: list[Tensor] = []
+        saved: list[Tensor] = []
         for number in range(q.shape[1]):
             head = slice(number, number + 1)
             inputs = q[:, head], k[:, head], v[:, head], self._mask(number, mask, start)
@@ -72,4 +74,4 @@ class PenalisedKernel:
 
     def _mask(self, number: int, mask: Tensor, start: int) -> Tensor:
         """What is added to one head's scores, fp32."""
-        return mask + penalties(self.slopes[number : number + 1], start, *mask.shape[-2:], mask.device)[0]
+        return mask + penalties(self.slopes[number : number + 1], start, mask)[0]

@@ -48,7 +48,7 @@ class WrittenKernel:
                 scores = capped[here] * self._cap
             scores.add_(mask if mask.dim() == 2 else mask[here[0]])
             if slopes := self.slopes[here[1]]:
-                scores.add_(penalties(slopes, start, *scores.shape[2:], scores.device))
+                scores.add_(penalties(slopes, start, scores))
             if sinks.shape[-1]:
                 every = torch.softmax(torch.cat([scores, sinks[here]], -1), -1)
                 probabilities[here], shares[here] = every[..., :keys], every[..., keys:]

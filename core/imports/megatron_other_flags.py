@@ -21,7 +21,8 @@ profile-step-end=:12 profile-ranks=+ log-throughput@0.5 log-progress@0.5 enable-
 one-logger-project=:megatron-lm@0.5 one-logger-entity=:hwinf_dcm@0.5-0.7 one-logger-run-name=@0.5 test-mode@0.6
 moe-per-layer-logging@0.6 log-straggler@0.7 disable-straggler-on-startup@0.7 straggler-ctrlr-port=:65535@0.7
 straggler-minmax-count=:1@0.7 check-weight-hash-across-dp-replicas-interval=@0.7 no-one-logger@0.8
-one-logger-async@0.8 app-tag-run-name=@0.8 app-tag-run-version=:0.0.0@0.8 logging-level=@0.8 enable-ft-package@0.9
+one-logger-async@0.8 app-tag-run-name=@0.8 app-tag-run-version=:0.0.0@0.8 logging-level=@0.8
+log-level= log-level-replica= enable-ft-package@0.9
 config-logger-dir=@0.9 use-pytorch-profiler@0.9 record-memory-history@0.10 memory-snapshot-path=:snapshot.pickle@0.10
 calc-ft-timeouts@0.11 run-workload-inspector-server@0.12 result-rejected-tracker-filename=@0.12 log-energy@0.13
 wandb-entity=@0.15 ft-num-warmup-iters=:5@0.16 dump-param-to-param-group-map=@0.16 rl-profile@0.19
@@ -103,7 +104,8 @@ eval-global-batch-size=@0.18 eval-micro-batch-size=@0.18
         "no-effect",
         "it says when the run ends or begins again",
         """
-exit-interval= distributed-backend=:nccl local_rank=@-0.8 adlr-autoresume adlr-autoresume-interval=:1000
+exit-interval= skip-train-iteration-range=+ distributed-backend=:nccl local_rank=@-0.8 adlr-autoresume
+adlr-autoresume-interval=:1000
 exit-duration-in-mins= lazy-mpu-init exit-signal-handler manual-gc manual-gc-interval=:0 no-manual-gc-eval
 distributed-timeout-minutes=:10 train-sync-interval=@0.9 local-rank=@0.9 check-for-spiky-loss@0.10
 rerun-mode=:validate_results@0.10 check-for-large-grads@0.12 disable-gloo-process-groups@0.12 inprocess-restart@0.13
@@ -483,11 +485,18 @@ use-alibi-mask position-encoding-2d
     ),
     (
         "refused",
+        "a fork: nothing is trained, the model is only evaluated",
+        """
+eval-only=
+""",
+    ),
+    (
+        "refused",
         "a fork: this layer is not one of a plan",
         """
 attention-head-type= transformer-type= disable-bias-linear-fc disable-bias-attn-fc geglu enable-shared-expert
 ds-sequence-parallel-fpdt bitfit use-bnb-optimizer mup load-teacher= num-layers-teacher= hidden-size-teacher=
-num-attention-heads-teacher= num-experts-teacher=+ kd-beta-ce= eval-only=
+num-attention-heads-teacher= num-experts-teacher=+ kd-beta-ce=
 """,
     ),
     (

@@ -52,6 +52,8 @@ OF_DEEPSEEK = {
     "n_group": 1,
 }
 
+MPT = {"d_model": 48, "n_layers": 2, "n_heads": 6}
+
 
 def read(family: str, **more) -> ModelSpec:
     return model_from_config({**SIZES, **more, "model_type": family}, name=family)
@@ -85,6 +87,12 @@ def test_every_nth_layer_has_experts_and_those_of_multi_token_prediction_are_as_
             {**LATENT_FIELDS, "qkv_bias": True},
             r"qkv_bias is not for latent attention \(kv_lora_rank=8\)",
         ),
+        ({**LATENT_FIELDS, "qk_norm": True}, r"qk_norm is not for latent attention \(kv_lora_rank=8\)"),
+        ({"alibi_multiplier": 0.5}, 'alibi_multiplier is for ALiBi, but position="rope"'),
+        ({"position": "alibi", "rope_dim": 4}, 'rope_dim is for rotary positions, but position="alibi"'),
+        ({**LATENT_FIELDS, "position": "alibi"}, 'position="alibi" does not go with latent attention'),
+        ({"embedding_norm": True, "position": "learned"}, 'embedding_norm is not for position="learned"'),
+        ({"embedding_norm": True, "num_mtp_layers": 1}, "embedding_norm does not go with num_mtp_layers=1"),
         ({"whole_qk_norm": True, "norm": "layernorm"}, 'whole_qk_norm is an RMSNorm, but norm="layernorm"'),
         ({"router_bias": True}, "router_bias=True describe experts, but num_experts=0"),
         ({**EXPERTS, "shared_expert_gate": True}, "describe shared experts, but num_shared_experts=0"),
@@ -148,6 +156,22 @@ def test_which_layers_of_qwen_have_experts_is_read_from_both_its_keys(more, firs
             {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64}
             | {"num_key_value_heads": 8, "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4},
             20_914_757_184,  # openai/gpt-oss-20b
+        ),
+        (
+            "bloom",
+            {"n_embed": 14336, "n_layer": 70, "num_attention_heads": 112, "vocab_size": 250880},
+            176_247_271_424,  # bigscience/bloom
+        ),
+        (
+            "mpt",
+            {"d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432, "attn_config": {"alibi": True}},
+            6_649_286_656,  # mosaicml/mpt-7b
+        ),
+        (
+            "falcon",
+            {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "vocab_size": 50304, "bias": True}
+            | {"multi_query": False, "parallel_attn": False, "alibi": True},
+            1_311_625_216,  # tiiuae/falcon-rw-1b
         ),
     ],
 )
@@ -213,6 +237,11 @@ def test_biases_of_attention_alone_and_of_the_mlp_alone_are_read():
         ("glm4", {"partial_rotary_factor": 2}, "partial_rotary_factor=2.0 must be above 0 and at most 1"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act='silu' is not understood; read is 'gelu_pytorch_tanh'"),
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}, "clip_qkv=8.0 is not understood"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm=true"),
+        ("mpt", {**MPT, "attn_config": {"alibi": False}}, "attn_config.alibi=False is not understood; read is True"),
+        ("mpt", {**MPT, "attn_config": {"alibi_bias_max": 16}}, "attn_config.alibi_bias_max=16 is not understood"),
+        ("mpt", {**MPT, "attn_config": {"qk_ln": "yes"}}, "attn_config.qk_ln='yes' must be true or false"),
+        ("mpt", {**MPT, "no_bias": False, "logit_scale": 0.5}, "logit_scale=0.5 is not understood"),
         ("llama4_text", {}, "attn_temperature_tuning=true"),
         ("llama4", {"text_config": {**SIZES, "attention_chunk_size": 32}}, "attention_chunk_size=32"),
         ("deepseek_v32", {"index_topk": 2048}, "index_topk describes attention to tokens that an index chooses"),

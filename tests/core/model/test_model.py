@@ -428,9 +428,11 @@ def test_the_config_of_falcon_7b_reads_as_a_parallel_block_with_its_published_co
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"alibi": True}, "alibi=true is not understood"),
         ({"new_decoder_architecture": True, "num_kv_heads": 8}, "a norm for attention and one for the MLP"),
-        ({"parallel_attn": False}, "a norm for attention and one for the MLP"),
+        (
+            {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "parallel_attn": False},
+            "a norm for attention and one for the MLP",
+        ),
         ({"activation": "relu"}, "activation='relu' is not understood"),
         ({"multi_query": "yes"}, "multi_query='yes' must be true or false"),
     ],
