@@ -23,7 +23,6 @@ from ...core.program import (
     num_shards,
     operations,
     rank_stages,
-    reduce_microbatch,
 )
 from ...core.program.offload import piece_bytes
 from ...core.schedule.action import Kind
@@ -271,12 +270,6 @@ class Pricing(CommunicationPricing):
         hides = self.plan.layout.zero >= 2 and not self.profile.reduces_by_program
         return Seconds(dp_comm=seconds.total_s / (self._num_blocks(place.stage) if hides else 1))
 
-    def _after_microbatch_s(self, place: Place) -> float:
-        """Seconds in which gradients are reduced after a microbatch, with ZeRO 2 and 3."""
-        if not self.profile.reduces_by_program:
-            return self._communication(Kind.REDUCE_GRAD, place).dp_comm
-        return sum(self._collective_s(operation, place) for operation in reduce_microbatch(self.plan, place.stage))
-
     def _stage(self, place: Place, part: str, sums_gradients: bool = True) -> Seconds:
         """One part of all blocks of a stage; what the host takes longer to launch it than the device to run it is
         `other`; all of it where the host waits for every kernel."""
@@ -455,10 +448,10 @@ class Pricing(CommunicationPricing):
             return 0.0
         total_s = 0.0
         for stage in stages:
-            key = ("waited", *composition(self._groups[stage]))
-            if key not in self._shared:
-                self._shared[key] = waited_s(self.plan, self.profile, stage)
-            total_s += self._shared[key]
+            key = ("waited", self._groups[stage].weights)
+            if key not in self._copies:
+                self._copies[key] = waited_s(self.plan, self.profile, stage)
+            total_s += self._copies[key]
         return total_s
 
     def _hidden_gather_s(self, place: Place, gather_s: float) -> float:
