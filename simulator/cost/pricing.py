@@ -8,6 +8,7 @@ speak for their groups; experts are equally busy; an action takes the longer of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
@@ -91,6 +92,15 @@ class Pricing(CommunicationPricing):
         block = self._block(group, Place(stage, self._owners[stage][0]), not self._may_sum_shards)
         return block.forward.seconds.total_s + block.backward.seconds.total_s
 
+    def blocks_of(self, stage: int) -> Iterator[tuple[Group, tuple[Seconds, Seconds, Seconds]]]:
+        """The groups of a stage with the forward, whole backward and split backward of a part: its kernels, and what is
+        exchanged inside it."""
+        place = Place(stage, self._owners[stage][0])
+        for group in self._groups[stage]:
+            block = self._block(group, place, not self._may_sum_shards)
+            split = block.input_gradient.seconds + block.weight_gradient.seconds
+            yield group, (block.forward.seconds, block.backward.seconds, split)
+
     def inner_class(self, stage: int, replica: int = 0) -> object:
         """Equal for stages of which `unsharded` is the same."""
         return composition(self._groups[stage]), self._spreads.shift(self._owners[stage][replica])
@@ -104,6 +114,13 @@ class Pricing(CommunicationPricing):
         """Equal for stages whose actions are the same but for what other stages' work hides of them."""
         place = Place(stage, self._owners[stage][replica])
         return place if self._is_host else self._sending_class(kind, place)
+
+    def placed_alike(self) -> object:
+        """Equal for plans of the same degrees whose layers cost the same wherever they lie in a pipeline, but for what
+        a microbatch is and what is recomputed; None where layers of one plan do not, or on a calibrated host."""
+        if self._is_host or not self.is_placed_evenly():
+            return None
+        return self._spreads.of_rank(self._inner_axes, 0, 0)
 
     def is_placed_evenly(self) -> bool:
         """Whether the groups over which layers communicate are placed in the same way on all pipeline ranks."""
