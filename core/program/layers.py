@@ -61,6 +61,11 @@ class Group:
         """A number that its parts share with those of other groups that are equal but for their names."""
         return _PARTS.setdefault((self.operators, self.recomputed), next(_NUMBERS))
 
+    @cached_property
+    def weights(self) -> int:
+        """A number that its parts share with those of other groups that have the same weights, recomputed or not."""
+        return _PARTS.setdefault((self.operators, False), next(_NUMBERS))
+
 
 class Groups(tuple[Group, ...]):
     """The groups of a stage, in forward order."""
@@ -69,6 +74,11 @@ class Groups(tuple[Group, ...]):
     def composition(self) -> tuple[object, ...]:
         """Equal for stages that hold as many parts of each kind."""
         return tuple((group.part, group.count, group.offloaded) for group in self)
+
+    @cached_property
+    def weights(self) -> tuple[object, ...]:
+        """Equal for stages that hold as many weights of each kind, whatever is recomputed."""
+        return tuple((group.weights, group.count) for group in self)
 
 
 _PARTS: dict[tuple[tuple[Operator, ...], bool], int] = {}

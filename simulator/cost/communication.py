@@ -94,9 +94,11 @@ class CommunicationPricing:
         # Whether the backward of a stage adds to whole gradients or to shards that ZeRO has reduced.
         self._may_sum_shards = bool(self.profile.reduce_copy_bytes)
         self._sums_gradients = not (layout.zero >= 2 and self._may_sum_shards)
-        # `_layers`, `_blocks` and `_shared` are parts of one table for all plans of a family: layers by what each
-        # multiplies and sends, blocks by what a block is made of (and those without experts whatever the experts'
-        # degrees), the rest by the whole layout too. Conditions of single ranks (links, load of experts) share nothing.
+        # `_layers`, `_blocks`, `_copies` and `_shared` are parts of one table for all plans of a family: layers by what
+        # each multiplies and sends, blocks by what a block is made of (and those without experts whatever the experts'
+        # degrees), what copies of weights send by what and where these are, whatever a microbatch is and what is
+        # recomputed, the rest by the whole layout too. Conditions of single ranks (links, load of experts) share
+        # nothing.
         if spreads is not None or expert_load != 1:
             shared = {}
         elif shared is None:
@@ -123,6 +125,9 @@ class CommunicationPricing:
         self._dense_blocks: dict[tuple[object, ...], Any] = shared.setdefault(dense_key, {})
         block_key = (*degrees, *how)
         self._blocks: dict[tuple[object, ...], Any] = shared.setdefault(block_key, {})
+        copies_key = ("copies", layout, self._owners, plan.batch.sequence, len(plan.microbatch_counts))
+        exact = plan.batch if plan.numerics.mode == "exact" else None  # then each copy sends nodes of its samples
+        self._copies: dict[object, Any] = shared.setdefault((*copies_key, exact), {})
         whole_key = (block_key, layout, plan.offload, self._owners, gathers_scheduled)
         self._shared: dict[object, Any] = shared.setdefault(whole_key, {})
         # By stage its groups of equal layers; the axes over which layers communicate, those of
@@ -137,6 +142,7 @@ class CommunicationPricing:
         # Seconds of a message by (sender, receiver), and the class of equal prices by stage.
         self._messages: dict[tuple[int, int], float] = {}
         self._price_classes: dict[Place, int] = {}
+        self._weight_classes: dict[Place, int] = {}
 
     def spread(self, axis: str, place: Place) -> Spread:
         """How a group of a stage on its pipeline rank lies over nodes; axes are those of `core.program`."""
@@ -144,10 +150,10 @@ class CommunicationPricing:
 
     def _num_buckets(self, place: Place) -> int:
         """Buckets of a stage's gradients."""
-        key = ("buckets", *composition(self._groups[place.stage]))
-        if key not in self._shared:
-            self._shared[key] = num_buckets(self.plan, self.profile, place.stage)
-        found: int = self._shared[key]
+        key = ("buckets", self._groups[place.stage].weights)
+        if key not in self._copies:
+            self._copies[key] = num_buckets(self.plan, self.profile, place.stage)
+        found: int = self._copies[key]
         return found
 
     def _tables_last(self, stage: int) -> float:
@@ -182,12 +188,28 @@ class CommunicationPricing:
 
     def _stage_price_class(self, place: Place) -> int:
         if place not in self._price_classes:
-            key: tuple[object, ...] = (composition(self._groups[place.stage]), self._rank_spreads(place))
-            if self._replicated:
-                key = (*key, self.spread(copies_axis(self.plan, place.stage), place))
+            key = (composition(self._groups[place.stage]), self._stage_weight_class(place))
             numbers = self._shared.setdefault("likenesses", {})
             self._price_classes[place] = numbers.setdefault(key, len(numbers))
         return self._price_classes[place]
+
+    def _weight_class(self, kind: Kind, place: Place) -> object:
+        """Equal for stages whose weights and gradients are sent in the same way by REDUCE_GRAD, UNSHARD or STEP."""
+        if kind is not Kind.STEP:
+            return self._stage_weight_class(place)
+        stages = rank_stages(self.plan, place.pp_rank)
+        tied = bool(tied_ends(self.plan, place.pp_rank))
+        return (tied, *(self._stage_weight_class(Place(stage, place.pp_rank)) for stage in stages))
+
+    def _stage_weight_class(self, place: Place) -> int:
+        """Equal for stages that hold the same weights, on groups that are placed in the same way."""
+        if place not in self._weight_classes:
+            key: tuple[object, ...] = (self._groups[place.stage].weights, self._rank_spreads(place))
+            if self._replicated:
+                key = (*key, self.spread(copies_axis(self.plan, place.stage), place))
+            numbers = self._copies.setdefault("likenesses", {})
+            self._weight_classes[place] = numbers.setdefault(key, len(numbers))
+        return self._weight_classes[place]
 
     def _rank_spreads(self, place: Place) -> tuple[Spread, ...]:
         """The spreads of the axes that do not depend on the stage, in the order of `_axes`."""
@@ -208,8 +230,8 @@ class CommunicationPricing:
 
     def _communication(self, kind: Kind, place: Place) -> Seconds:
         """Seconds of the collectives of REDUCE_GRAD, UNSHARD or STEP."""
-        key = ("communication", kind, self._sending_class(kind, place))
-        if key not in self._shared:
+        key = ("communication", kind, self._weight_class(kind, place))
+        if key not in self._copies:
             total, width = Seconds(), self.profile.gradient_bytes(self.plan.precision.dtype)
             replica = self.plan.placement.replica_of(*place)
             each = (
@@ -222,8 +244,20 @@ class CommunicationPricing:
                 if kind is Kind.REDUCE_GRAD and COMPONENT_OF_AXIS[operation.axis] == "dp_comm":
                     operation = replace(operation, sent_bytes=operation.sent_bytes * width // gradient_bytes(self.plan))
                 total += Seconds(**{COMPONENT_OF_AXIS[operation.axis]: self._collective_s(operation, place)})
-            self._shared[key] = total
-        return self._shared[key]
+            self._copies[key] = total
+        found: Seconds = self._copies[key]
+        return found
+
+    def _after_microbatch_s(self, place: Place) -> float:
+        """Seconds in which gradients are reduced after a microbatch, with ZeRO 2 and 3."""
+        if not self.profile.reduces_by_program:
+            return self._communication(Kind.REDUCE_GRAD, place).dp_comm
+        key = ("after a microbatch", self._weight_class(Kind.REDUCE_GRAD, place))
+        if key not in self._copies:
+            sent = reduce_microbatch(self.plan, place.stage)
+            self._copies[key] = sum(self._collective_s(operation, place) for operation in sent)
+        found: float = self._copies[key]
+        return found
 
     def _message_s(self, kind: Kind, place: Place) -> float:
         """Seconds of one message from a stage to its neighbour; 0 where there is none, or it lies on the same rank."""
@@ -249,10 +283,11 @@ class CommunicationPricing:
         return max(1, sum(group.count for group in self._groups[stage]))
 
     def _held(self, stage: int) -> Held:
-        key = ("held", *composition(self._groups[stage]))
-        if key not in self._shared:
-            self._shared[key] = held_elements(self.plan, stage)
-        return self._shared[key]
+        key = ("held", self._groups[stage].weights)
+        if key not in self._copies:
+            self._copies[key] = held_elements(self.plan, stage)
+        found: Held = self._copies[key]
+        return found
 
     def _elements(self, stage: int) -> int:
         return sum(self._held(stage))

@@ -8,6 +8,7 @@ speak for their groups; experts are equally busy; an action takes the longer of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
@@ -23,7 +24,6 @@ from ...core.program import (
     num_shards,
     operations,
     rank_stages,
-    reduce_microbatch,
 )
 from ...core.program.offload import piece_bytes
 from ...core.schedule.action import Kind
@@ -92,6 +92,15 @@ class Pricing(CommunicationPricing):
         block = self._block(group, Place(stage, self._owners[stage][0]), not self._may_sum_shards)
         return block.forward.seconds.total_s + block.backward.seconds.total_s
 
+    def blocks_of(self, stage: int) -> Iterator[tuple[Group, tuple[Seconds, Seconds, Seconds]]]:
+        """The groups of a stage with the forward, whole backward and split backward of a part: its kernels, and what is
+        exchanged inside it."""
+        place = Place(stage, self._owners[stage][0])
+        for group in self._groups[stage]:
+            block = self._block(group, place, not self._may_sum_shards)
+            split = block.input_gradient.seconds + block.weight_gradient.seconds
+            yield group, (block.forward.seconds, block.backward.seconds, split)
+
     def inner_class(self, stage: int, replica: int = 0) -> object:
         """Equal for stages of which `unsharded` is the same."""
         return composition(self._groups[stage]), self._spreads.shift(self._owners[stage][replica])
@@ -105,6 +114,13 @@ class Pricing(CommunicationPricing):
         """Equal for stages whose actions are the same but for what other stages' work hides of them."""
         place = Place(stage, self._owners[stage][replica])
         return place if self._is_host else self._sending_class(kind, place)
+
+    def placed_alike(self) -> object:
+        """Equal for plans of the same degrees whose layers cost the same wherever they lie in a pipeline, but for what
+        a microbatch is and what is recomputed; None where layers of one plan do not, or on a calibrated host."""
+        if self._is_host or not self.is_placed_evenly():
+            return None
+        return self._spreads.of_rank(self._inner_axes, 0, 0)
 
     def is_placed_evenly(self) -> bool:
         """Whether the groups over which layers communicate are placed in the same way on all pipeline ranks."""
@@ -270,12 +286,6 @@ class Pricing(CommunicationPricing):
             seconds += Seconds(other=host_check_s(self.plan, place.stage) + flatten_s)
         hides = self.plan.layout.zero >= 2 and not self.profile.reduces_by_program
         return Seconds(dp_comm=seconds.total_s / (self._num_blocks(place.stage) if hides else 1))
-
-    def _after_microbatch_s(self, place: Place) -> float:
-        """Seconds in which gradients are reduced after a microbatch, with ZeRO 2 and 3."""
-        if not self.profile.reduces_by_program:
-            return self._communication(Kind.REDUCE_GRAD, place).dp_comm
-        return sum(self._collective_s(operation, place) for operation in reduce_microbatch(self.plan, place.stage))
 
     def _stage(self, place: Place, part: str, sums_gradients: bool = True) -> Seconds:
         """One part of all blocks of a stage; what the host takes longer to launch it than the device to run it is
@@ -455,10 +465,10 @@ class Pricing(CommunicationPricing):
             return 0.0
         total_s = 0.0
         for stage in stages:
-            key = ("waited", *composition(self._groups[stage]))
-            if key not in self._shared:
-                self._shared[key] = waited_s(self.plan, self.profile, stage)
-            total_s += self._shared[key]
+            key = ("waited", self._groups[stage].weights)
+            if key not in self._copies:
+                self._copies[key] = waited_s(self.plan, self.profile, stage)
+            total_s += self._copies[key]
         return total_s
 
     def _hidden_gather_s(self, place: Place, gather_s: float) -> float:

@@ -34,6 +34,10 @@ WITHOUT_PAIRS = frozenset(
 """Schedules that never run a forward and a backward as one, hiding the exchange of tokens between experts."""
 
 
+ROUNDING = 1e-9
+"""More than sums of seconds in another order differ by."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Slots:
     """Who runs what of a placement: a slot is a stage on one of its ranks, with the microbatches it
@@ -93,7 +97,32 @@ def family_bound_s(family: Family, pricing: Pricing) -> float:
     # where a stack overlaps all passes, what is exposed depends on the stages
     if exchange_s and not pricing.profile.expert_overlap:
         exchange_s = float(_hidden_s(plan, np.array([exchange_s]), np.array([compute_s]))[0])
-    work_s -= exchange_s
+    return at_work_s(plan, work_s - exchange_s)
+
+
+def work_floor_s(plan: Plan, pricing: Pricing) -> float:
+    """Seconds that devices work at least on all layers of a microbatch, of a plan and of those that differ from it in
+    pipeline ranks, chunks, cut of the layers, schedule, copies or ZeRO stage, where groups over which layers
+    communicate lie in the same way on all pipeline ranks of both. With something recomputed it is no less.
+
+    It is what `family_bound_s` counts, block by block: no stage has to be put together.
+    """
+    firsts, number = _distinct([pricing.inner_class(stage) for stage in range(plan.placement.num_stages)])
+    work_s, exchange_s, compute_s = 0.0, 0.0, 0.0
+    for first, stages in zip(firsts, np.bincount(number).tolist(), strict=True):
+        for group, passes in pricing.blocks_of(first):
+            count = stages * group.count
+            forward_s, backward_s, exchanged_s, computed_s = _Passes(*passes).columns(whole=False)
+            work_s += count * (forward_s + backward_s)
+            exchange_s, compute_s = exchange_s + count * exchanged_s, compute_s + count * computed_s
+    if exchange_s and not pricing.profile.expert_overlap:
+        exchange_s = float(_hidden_s(plan, np.array([exchange_s]), np.array([compute_s]))[0])
+    return (work_s - exchange_s) * (1 - ROUNDING)
+
+
+def at_work_s(plan: Plan, work_s: float) -> float:
+    """Seconds that a step takes at least where all layers of a microbatch take so many, shared evenly by the pipeline
+    ranks."""
     rounding_s = len(COMPONENTS) * (plan.model.num_layers + 2) / GRID
     return plan.num_microbatches * max(0.0, work_s - rounding_s) / plan.layout.pp
 

@@ -173,10 +173,10 @@ class MemoryFloors:
         for stage in stages:
             same.setdefault(composition(stage_groups(plan, stage)), []).append(stage)
         contents = tuple(composition(stage_groups(plan, stage)) for stage in stages)
-        resting = tuple(tuple((each.operators, each.count) for each in stage_groups(plan, stage)) for stage in stages)
+        weights = tuple(stage_groups(plan, stage).weights for stage in stages)
         return End(
             number=self._numbers.setdefault(contents, len(self._numbers)),
-            resting_number=self._numbers.setdefault(resting, len(self._numbers)),
+            resting_number=self._numbers.setdefault(("weights", weights), len(self._numbers)),
             stages=tuple((first, 1 + len(others)) for first, *others in same.values()),
             parts=_saved_parts(plan, stages),
             own=_saved_parts(plan, [at_end]),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.base.errors import ScheduleError
 from ...core.commands.options import SHARED_WITH_PLANS, SearchSpace
@@ -36,6 +36,7 @@ from .memory_floor import MemoryFloors
 from .question import SLOWEST_OF_FRONT, Progress, Question, check_objective, costs
 from .simplicity import complexity, num_axes, plainer_first
 from .space import Cut, Family, Tally, cuts, families, variants
+from .work_floor import WorkFloors
 
 NUM_RANKED = 10
 """Candidates that are looked for at least, so that of near-equal ones the plainer can come first."""
@@ -101,6 +102,21 @@ Answer = tuple[Plan, dict[str, Any]]
 """A plan with what is predicted of it."""
 
 
+class _Unpriced(NamedTuple):
+    """A family whose own layers are not priced yet."""
+
+    family: Family
+
+    @property
+    def size(self) -> int:
+        """Plans of the family."""
+        return self.family.size
+
+
+_Entry = _Unpriced | Family | Cut | Plan
+"""What a search has a bound for."""
+
+
 class _Hunt:
     """One search: branch and bound over families, cuts and plans (Land & Doig 1960)."""
 
@@ -110,7 +126,7 @@ class _Hunt:
         self._place = count()
         self._floors: dict[object, MemoryFloors] = defaultdict(MemoryFloors)
         self._shared: dict[object, dict[tuple[object, ...], Any]] = defaultdict(dict)
-        self._queue: list[tuple[float, int, Family | Cut | Plan]] = []
+        self._queue: list[tuple[float, int, _Entry]] = []
 
     def fastest(self) -> list[Answer]:
         """The fastest plans that fit, best first, of near-equal ones the plainest."""
@@ -127,7 +143,7 @@ class _Hunt:
         """The plans that none beats in time, memory and simplicity together, fastest first."""
         ranked: list[tuple[float, int, Plan, dict[str, Any]]] = []
 
-        def lost(bound_s: float, entry: Family | Cut | Plan | None) -> bool:
+        def lost(bound_s: float, entry: _Entry | None) -> bool:
             if ranked and bound_s > ranked[0][0] * SLOWEST_OF_FRONT:
                 return True
             if entry is None or not isinstance(entry, Family | Plan):
@@ -180,23 +196,25 @@ class _Hunt:
         return [(plan, report) for _, plan, report in simulated[: self.question.top]]
 
     def _by_time(
-        self, lost: Callable[[float, Family | Cut | Plan | None], bool], ranked: list[tuple[float, int, Plan, Any]]
+        self, lost: Callable[[float, _Entry | None], bool], ranked: list[tuple[float, int, Plan, Any]]
     ) -> Iterator[None]:
         """Simulates into `ranked`, sorted by step, the plans that are not `lost`: (bound, entry) says so of one, and
         with None of all that have no lower bound. Yields after every step of the search."""
         queue, place, tally = self._queue, self._place, self.tally
-        for family in self._possible():
-            pricing = Pricing(family.plan, shared=self._shared[_sharing(family.plan)])
-            queue.append((family_bound_s(family, pricing), next(place), family))
+        floors = WorkFloors(self._pricing_of, _sharing)
+        queue.extend((floors.bound_s(family), next(place), _Unpriced(family)) for family in self._possible())
         heapq.heapify(queue)
         while queue:
-            bound_s, _, entry = queue[0]
+            bound_s, number, entry = queue[0]
             if lost(bound_s, None):
                 tally.reject("bound-above-best", _size(queue))
                 break
             heapq.heappop(queue)
             if lost(bound_s, entry):
                 tally.reject("beaten", _num_plans(entry))
+            elif isinstance(entry, _Unpriced):
+                priced_s = family_bound_s(entry.family, self._pricing_of(entry.family.plan))
+                heapq.heappush(queue, (max(bound_s, priced_s), number, entry.family))
             elif isinstance(entry, Family):
                 for cheap_s, cut in _bounded(entry, self._shared[_sharing(entry.plan)]):
                     heapq.heappush(queue, (max(bound_s, cheap_s), next(place), cut))
@@ -216,6 +234,9 @@ class _Hunt:
                 best_s = ranked[0][0] if ranked else None
                 self.question.watch(Progress(len(queue), tally.evaluated, bound_s, best_s))
             yield
+
+    def _pricing_of(self, plan: Plan) -> Pricing:
+        return Pricing(plan, shared=self._shared[_sharing(plan)])
 
     def _possible(self) -> Iterator[Family]:
         """The families with what may fit of them."""
@@ -244,11 +265,11 @@ def _sharing(plan: Plan) -> object:
     return plan.precision, plan.runtime, plan.data_parallel, plan.layout.order
 
 
-def _num_plans(entry: Family | Cut | Plan) -> int:
+def _num_plans(entry: _Entry) -> int:
     return 1 if isinstance(entry, Plan) else entry.size
 
 
-def _size(queue: list[tuple[float, int, Family | Cut | Plan]]) -> int:
+def _size(queue: list[tuple[float, int, _Entry]]) -> int:
     """Plans that are left."""
     return sum(_num_plans(entry) for _, _, entry in queue)
 

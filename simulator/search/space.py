@@ -45,6 +45,8 @@ at 131,072 tokens, 1 at 8,192)."""
 
 RECOMPUTE_MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
+_NOTHING_RECOMPUTED = Recompute("none")
+
 DEGREES = ("layout.tp", "layout.cp", "layout.pp", "layout.dp", "layout.ep", "layout.etp")
 
 
@@ -178,6 +180,11 @@ def first_plan(family: Family, skeleton: Skeleton) -> Plan:
     plan, layout = family.plan, family.plan.layout
     cut = _cut_layout(skeleton.layout, layout.sequence_parallel, layout.zero)
     return _changed(plan, layout=cut, schedule=_choice(skeleton.schedules[0], plan.schedule.max_active_stages))
+
+
+def without_recomputation(family: Family) -> Plan:
+    """The plan of a family with nothing recomputed."""
+    return _changed(family.plan, recompute=_NOTHING_RECOMPUTED)
 
 
 def with_schedule(family: Family, layout: Layout, schedule: str, zero: int) -> Plan:
