@@ -227,7 +227,8 @@ def _read(args: argparse.Namespace, *, on_page: bool) -> tuple[Timeline, TimeUni
     simulation = service("simulate")(read_any_plan(args), durations=read_durations(args))
     found = _findings(simulation.run.graph.schedule) if on_page else ()
     peaks = tuple(each.components() for each in simulation.memory)
-    return simulation.timeline, "s", Extra(simulation.report["capacity_bytes"], found, peaks)
+    by_component = simulation.sample_components if on_page else None
+    return simulation.timeline, "s", Extra(simulation.report["capacity_bytes"], found, peaks, by_component)
 
 
 def _check_alone(args: argparse.Namespace) -> None:

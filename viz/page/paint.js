@@ -224,38 +224,31 @@ class Painter {
   }
 
   memory(row, top) {
-    const { context, view } = this, { entry, rank } = row, { lo, hi } = entry.samples[rank];
+    const { context, view } = this, { entry, rank } = row;
     const y = top + row.memory.y, height = row.memory.height, most = mostBytes(this.header);
     const place = (bytes) => y + height - (bytes / most) * (height - 4);
+    const { parts } = row.memory;
+    if (parts.length) {
+      // from above down: what is below of a component lies over it
+      for (let count = parts.length; count > 0; count--) {
+        const below = parts.slice(0, count);
+        this.steps(entry, rank, (i) => below.reduce((sum, part) => sum + part.bytes[i], 0), place);
+        context.lineTo(LABEL + this.plot, y + height);
+        context.lineTo(LABEL, y + height);
+        context.fillStyle = this.header.components[below.at(-1).name];
+        context.fill();
+      }
+    }
     context.strokeStyle = context.fillStyle = view.theme === "dark" ? "#b08fd0" : "#5b2f86";
     context.globalAlpha = 0.9;
-    context.beginPath();
-    let i = lo;
-    while (i < hi && entry.memory_time[i] <= view.lo) i++;
-    let now = i > lo ? entry.memory_bytes[i - 1] : 0;
-    context.moveTo(LABEL, place(now));
-    const pixels = this.plot / (view.hi - view.lo);
-    while (i < hi && entry.memory_time[i] <= view.hi) {
-      // of a column's samples the highest, and the last
-      const column = Math.floor((entry.memory_time[i] - view.lo) * pixels);
-      const x = LABEL + (entry.memory_time[i] - view.lo) * pixels;
-      let highest = entry.memory_bytes[i], last = highest, k = i + 1;
-      for (; k < hi && Math.floor((entry.memory_time[k] - view.lo) * pixels) === column; k++) {
-        last = entry.memory_bytes[k];
-        if (last > highest) highest = last;
-      }
-      context.lineTo(x, place(now));
-      context.lineTo(x, place(highest));
-      if (last !== highest) context.lineTo(x, place(last));
-      now = last;
-      i = k;
-    }
-    context.lineTo(LABEL + this.plot, place(now));
+    this.steps(entry, rank, (i) => entry.memory_bytes[i], place);
     context.stroke();
-    context.lineTo(LABEL + this.plot, y + height);
-    context.lineTo(LABEL, y + height);
-    context.globalAlpha = 0.25;
-    context.fill();
+    if (!parts.length) {
+      context.lineTo(LABEL + this.plot, y + height);
+      context.lineTo(LABEL, y + height);
+      context.globalAlpha = 0.25;
+      context.fill();
+    }
     context.globalAlpha = 1;
     context.fillStyle = this.muted;
     context.textAlign = "left";
@@ -275,6 +268,31 @@ class Painter {
       context.stroke();
       context.setLineDash([]);
     }
+  }
+
+  // The path of what a rank holds over the times that are seen: of a column's samples the highest, and the last.
+  steps(entry, rank, bytesAt, place) {
+    const { context, view } = this, { lo, hi } = entry.samples[rank], pixels = this.plot / (view.hi - view.lo);
+    const columnOf = (i) => Math.floor((entry.memory_time[i] - view.lo) * pixels);
+    let i = lo;
+    while (i < hi && entry.memory_time[i] <= view.lo) i++;
+    let now = i > lo ? bytesAt(i - 1) : 0;
+    context.beginPath();
+    context.moveTo(LABEL, place(now));
+    while (i < hi && entry.memory_time[i] <= view.hi) {
+      const column = columnOf(i), x = LABEL + (entry.memory_time[i] - view.lo) * pixels;
+      let highest = bytesAt(i), last = highest, k = i + 1;
+      for (; k < hi && columnOf(k) === column; k++) {
+        last = bytesAt(k);
+        if (last > highest) highest = last;
+      }
+      context.lineTo(x, place(now));
+      context.lineTo(x, place(highest));
+      if (last !== highest) context.lineTo(x, place(last));
+      now = last;
+      i = k;
+    }
+    context.lineTo(LABEL + this.plot, place(now));
   }
 
   // Where a span lies on the canvas, or null where its row is not there.
