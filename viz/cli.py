@@ -36,6 +36,7 @@ from .page.html import schedules_to_html
 from .page.schedules import sized
 from .scene.axis import TimeUnit
 from .scene.lanes import compare_lanes
+from .step_page import extra_of
 from .text import TEXT_WIDTH
 
 _NO_SECONDS = "--compare {compare}: a schedule CSV has unit costs and no seconds, so it compares only with another CSV."
@@ -225,10 +226,7 @@ def _read(args: argparse.Namespace, *, on_page: bool) -> tuple[Timeline, TimeUni
             return load(name), "s", Extra()
         return service("run_schedule")(read_csv(name)), "unit", Extra()
     simulation = service("simulate")(read_any_plan(args), durations=read_durations(args))
-    found = _findings(simulation.run.graph.schedule) if on_page else ()
-    peaks = tuple(each.components() for each in simulation.memory)
-    by_component = simulation.sample_components if on_page else None
-    return simulation.timeline, "s", Extra(simulation.report["capacity_bytes"], found, peaks, by_component)
+    return simulation.timeline, "s", extra_of(simulation) if on_page else Extra()
 
 
 def _check_alone(args: argparse.Namespace) -> None:
