@@ -153,7 +153,7 @@ def test_memory_over_time_peaks_where_the_report_says():
 
 SAMPLED = {
     "zero 3": product_plan(Layout(dp=4, zero=3), model="gpt2", cluster="dgx-h100"),
-    "pairs": product_plan(Layout(pp=2), model="gpt2", cluster="dgx-h100", schedule="DualPipe"),
+    "pairs": product_plan(Layout(pp=2, vpp=2), model="gpt2", cluster="dgx-h100", schedule="Combined1F1B"),
     "split": product_plan(Layout(pp=4), model="gpt2", cluster="dgx-h100", schedule="ZBH1", microbatches=8),
     "modules": ModularPlan.from_toml((EXAMPLES / "encoder_decoder.toml").read_text()),
 }
