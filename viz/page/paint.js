@@ -230,18 +230,17 @@ class Painter {
     const { parts } = row.memory;
     if (parts.length) {
       // from above down: what is below of a component lies over it
-      for (let count = parts.length; count > 0; count--) {
-        const below = parts.slice(0, count);
-        this.steps(entry, rank, (i) => below.reduce((sum, part) => sum + part.bytes[i], 0), place);
+      for (const [layer, part] of [...stackedOf(entry).entries()].reverse()) {
+        this.steps(entry, rank, layer, place);
         context.lineTo(LABEL + this.plot, y + height);
         context.lineTo(LABEL, y + height);
-        context.fillStyle = this.header.components[below.at(-1).name];
+        context.fillStyle = this.header.components[part.name];
         context.fill();
       }
     }
     context.strokeStyle = context.fillStyle = view.theme === "dark" ? "#b08fd0" : "#5b2f86";
     context.globalAlpha = 0.9;
-    this.steps(entry, rank, (i) => entry.memory_bytes[i], place);
+    this.steps(entry, rank, entry.memory_bytes, place);
     context.stroke();
     if (!parts.length) {
       context.lineTo(LABEL + this.plot, y + height);
@@ -271,19 +270,19 @@ class Painter {
   }
 
   // The path of what a rank holds over the times that are seen: of a column's samples the highest, and the last.
-  steps(entry, rank, bytesAt, place) {
+  steps(entry, rank, held, place) {
     const { context, view } = this, { lo, hi } = entry.samples[rank], pixels = this.plot / (view.hi - view.lo);
     const columnOf = (i) => Math.floor((entry.memory_time[i] - view.lo) * pixels);
     let i = lo;
     while (i < hi && entry.memory_time[i] <= view.lo) i++;
-    let now = i > lo ? bytesAt(i - 1) : 0;
+    let now = i > lo ? held[i - 1] : 0;
     context.beginPath();
     context.moveTo(LABEL, place(now));
     while (i < hi && entry.memory_time[i] <= view.hi) {
       const column = columnOf(i), x = LABEL + (entry.memory_time[i] - view.lo) * pixels;
-      let highest = bytesAt(i), last = highest, k = i + 1;
+      let highest = held[i], last = highest, k = i + 1;
       for (; k < hi && columnOf(k) === column; k++) {
-        last = bytesAt(k);
+        last = held[k];
         if (last > highest) highest = last;
       }
       context.lineTo(x, place(now));
@@ -369,6 +368,19 @@ class Painter {
 function criticalOf(entry) {
   entry.critical ??= criticalPath(entry);
   return entry.critical;
+}
+
+// The components of memory, each on those before it: a column of sums -> the component on top.
+function stackedOf(entry) {
+  if (!entry.stacked) {
+    entry.stacked = new Map();
+    let below = new Float64Array(entry.memory_bytes.length);
+    for (const part of entry.memory_parts) {
+      below = below.map((bytes, i) => bytes + part.bytes[i]);
+      entry.stacked.set(below, part);
+    }
+  }
+  return entry.stacked;
 }
 
 function mostBytes(header) {
