@@ -37,6 +37,7 @@ from .page.html import schedules_to_html
 from .page.schedules import sized
 from .scene.axis import TimeUnit
 from .scene.lanes import compare_lanes
+from .step_page import extra_of
 from .text import TEXT_WIDTH
 
 _NO_SECONDS = "--compare {compare}: a schedule CSV has unit costs and no seconds, so it compares only with another CSV."
@@ -260,10 +261,7 @@ def _read(args: argparse.Namespace, *, on_page: bool, simulation: Any = None) ->
         _check_alone(args)
         return _Read(service("run_schedule")(read_csv(name)), "unit")
     simulated = service("simulate")(read_any_plan(args), durations=read_durations(args))
-    found = _findings(simulated.run.graph.schedule) if on_page else ()
-    peaks = tuple(each.components() for each in simulated.memory)
-    extra = Extra(simulated.report["capacity_bytes"], found, peaks)
-    return _Read(simulated.timeline, "s", extra, simulation=simulated)
+    return _Read(simulated.timeline, "s", extra_of(simulated) if on_page else Extra(), simulation=simulated)
 
 
 def _measured(first: _Read, second: _Read | None) -> dict[str, Any]:

@@ -74,6 +74,13 @@ def draw(
     return str(path)
 
 
+def svg(timeline: Timeline, *, width: int | None = None, time_unit: TimeUnit = "s") -> str:
+    """The SVG of a timeline, as `draw` writes it. Raises `TimelineError` when there is nothing to draw."""
+    pixels = width or fitting_width(timeline)
+    scene = build_scene(timeline, Resolution(int(plot_width(pixels))), time_unit=time_unit)
+    return to_svg(lay_out(scene, pixels))
+
+
 def kind_of(path: str | Path) -> str:
     """The longest suffix in `SUFFIXES` that the file name has. Raises `UnknownNameError` for any other."""
     name = Path(path).name

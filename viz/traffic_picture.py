@@ -47,9 +47,9 @@ def _what(traffic: RankTraffic) -> str:
     rows = f"{traffic.num_ranks:,} ranks" if traffic.ranks_per_unit == 1 else f"{traffic.num_ranks:,} ranks by node"
     if traffic.ranks_per_unit > traffic.devices_per_node:
         rows = f"{traffic.num_ranks:,} ranks, {traffic.unit_name} a row"
-    lines = "lines are nodes" if traffic.ranks_per_unit == 1 else "lines are racks"
+    lines = "; lines are nodes" if traffic.ranks_per_unit == 1 else "; lines are racks" if traffic.num_racks > 1 else ""
     inside = "" if traffic.ranks_per_unit == 1 else "; the diagonal is what stays inside a row"
-    return f"{rows}; {lines}{inside}. Collectives as rings, all-to-alls evenly."
+    return f"{rows}{lines}{inside}. Collectives as rings, all-to-alls evenly."
 
 
 def color_of(num_bytes: float, most: float) -> str:

@@ -54,7 +54,7 @@ def lay_out_validation(steps: Sequence[Step]) -> Picture:
     for each in steps:
         by_source[each.source].append(each.error)
     marks: list[Mark] = [Text(EDGE, 30.0, title, 16.0, bold=True)]
-    said = f"mean error {error:.1%} of the published step; the band is 10% to either side"
+    said = f"mean absolute error {error:.1%} of the published step; the band is 10% to either side"
     marks.append(Text(EDGE, 50.0, said, 11.0, palette.MUTED))
     marks += _both_times(steps)
     marks += _by_source(by_source)

@@ -1,16 +1,14 @@
-"""The registry of verbs and services. Packages register entry points; nobody imports a sibling to call it."""
+"""The registry of verbs, whose packages register entry points, and the lookup of services that verbs call."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from ..base.errors import MissingExtraError, UnknownNameError
+from ..base.services import load, service
 
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+__all__ = ["QUESTIONS", "Command", "command", "service"]
 
 QUESTIONS = {
     "demo": "show me everything in about two minutes: plan, Gantt, proof and a short real training run on this machine",
@@ -44,30 +42,5 @@ class Command:
 
 def command(name: str) -> Command:
     """The verb `name`, loaded now."""
-    return _load("shardproof.commands", "command", name)
-
-
-def service(name: str) -> Callable[..., Any]:
-    """A function another package offers (`simulate`, `run_schedule`, `draw`, `check`), resolved at call time."""
-    return _load("shardproof.services", "service", name)
-
-
-def _load(group: str, what: str, name: str) -> Any:
-    # half of what the command line takes to start, where a verb needs none of it
-    from importlib.metadata import entry_points
-
-    found = {point.name: point for point in entry_points(group=group)}
-    if name not in found:
-        raise UnknownNameError(what, name, found)
-    return _import(found[name])
-
-
-def _import(point: EntryPoint) -> Any:
-    try:
-        return point.load()
-    except ModuleNotFoundError as error:
-        if error.name == "torch":
-            raise MissingExtraError(
-                f"{point.name} needs torch, which is not installed. Run `pip install 'shardproof[train]'`."
-            ) from error
-        raise
+    found: Command = load("shardproof.commands", "command", name)
+    return found

@@ -27,6 +27,8 @@ from .commands import Command, service
 PLANS = {"big": "llama70b_512.toml", "proof": "tiny_tp2_pp2_dp2.toml", "training": "byte_lm.toml"}
 """The three plans of the demo, in `examples/`; all are ordinary plan files and are copied into the folder."""
 
+PAGE = "step.html"
+
 QUICK_STEPS = 20
 NUM_STEPS = 5
 
@@ -82,7 +84,7 @@ class Demo:
         say(line, self.out, flush=True)
 
 
-def simulate_big(demo: Demo) -> Timeline:
+def simulate_big(demo: Demo) -> Any:
     """Step 1: how long one step of the large plan takes, and where the time goes."""
     plan = demo.plan("big")
     layout = plan.layout
@@ -98,13 +100,16 @@ def simulate_big(demo: Demo) -> Timeline:
     parts = sorted(((s, name) for name, s in numbers["time_s"].items() if s > 0), reverse=True)
     demo.say("where it goes: " + ", ".join(f"{name} {s / numbers['step_time_s']:.1%}" for s, name in parts))
     demo.show(PLANS["big"])
-    return simulation.timeline
+    return simulation
 
 
-def draw_big(demo: Demo, timeline: Timeline) -> None:
-    """Step 2: the Gantt chart of that step."""
+def draw_big(demo: Demo, simulation: Any) -> None:
+    """Step 2: the Gantt chart of that step, and its page to zoom in."""
     demo.heading("Draw that step: every action of one tensor-parallel rank per pipeline rank, and its memory")
-    demo.pictures(timeline, "llama70b_512")
+    demo.pictures(simulation.timeline, "llama70b_512")
+    service("draw_step")(simulation, demo.folder / PAGE)
+    demo.say("the same as a page, in any browser: it zooms to one action and says why a rank waits")
+    demo.show(PAGE)
 
 
 def prove_tiny(demo: Demo) -> bool:

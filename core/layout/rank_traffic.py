@@ -83,7 +83,7 @@ class RankTraffic:
             known = ", ".join(self.matrices) or "none"
             raise LayoutError(f"nothing is sent over {name} in this step. Axes that send: {known}.")
         return RankTraffic(
-            self.title,
+            f"{self.title}, {name} alone",
             self.num_ranks,
             self.devices_per_node,
             self.nodes_per_rack,

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..base.errors import ScheduleError
 from ..base.files import TABLE_BYTES, read_text
+from ..base.services import service
 from .action import PER_MICROBATCH, Action, ActionArray, Kind
 from .csv import rows_from_csv, rows_to_csv
 from .dependencies import dependency_graph
@@ -18,6 +19,10 @@ from .placement import Placement
 
 if TYPE_CHECKING:
     import networkx
+
+
+MOST_SHOWN = 100_000
+"""Actions up to which a notebook draws a schedule by itself: a second or two."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +59,17 @@ class Schedule:
         lists = [list(row) for row in rows]
         offsets = np.cumsum([0, *(len(row) for row in lists)])
         return cls(name, placement, ActionArray.from_actions([action for row in lists for action in row]), offsets)
+
+    def _repr_svg_(self) -> str | None:
+        """The Gantt chart with unit costs, which notebooks show; None for a schedule that cannot run, has nothing to
+        draw, or more than `MOST_SHOWN` actions."""
+        if not 0 < len(self.actions) <= MOST_SHOWN:
+            return None
+        try:
+            timeline = service("run_schedule")(self)
+        except ScheduleError:  # a cell that ends with a wrong schedule shows its text
+            return None
+        return service("svg")(timeline, time_unit="unit") if timeline.makespan_s > 0 else None
 
     @property
     def num_ranks(self) -> int:

@@ -15,6 +15,7 @@ from ..base.errors import FileError, ScheduleError, TimelineError
 from ..base.files import read_packed, write_bytes
 from ..base.names import is_plain
 from ..base.parsing import parse_json
+from ..base.services import service
 from .action import Action, ActionArray, Kind
 
 FORMAT = "shardproof-timeline"
@@ -168,6 +169,10 @@ class Timeline:
         """A timeline from span objects, ordered by (rank, lane, start)."""
         ordered = sorted(spans, key=lambda span: (span.global_rank, span.lane, span.start_s, span.end_s))
         return cls(Spans.from_spans(ordered), source, tuple(memory), title)
+
+    def _repr_svg_(self) -> str | None:
+        """The Gantt chart, which notebooks show; None where there is nothing to draw."""
+        return service("svg")(self) if self.makespan_s > 0 else None
 
     @property
     def makespan_s(self) -> float:

@@ -10,7 +10,7 @@ what else a software stack holds from `simulator.stack`. Bytes are those of tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -135,23 +135,48 @@ def memory_samples(
     run: Run, memories: Sequence[RankMemory], plan: Plan, global_ranks: Sequence[int]
 ) -> tuple[MemorySample, ...]:
     """Bytes held by each rank over time: a sample where an action that changes them starts and where it ends."""
-    schedule = run.graph.schedule
-    parts = all_changes(plan, schedule, profile_of(plan).memory)
-    begins, ends = (sum(getattr(part, name) for part in parts) for name in ("begins", "ends"))
     samples: list[MemorySample] = []
-    for memory, lo, hi in zip(memories, schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist(), strict=True):
+    for memory, when, since in _changes_over_time(run, memories, plan):
         rank = int(global_ranks[memory.pp_rank])
-        when = np.column_stack([run.start_s[lo:hi], run.end_s[lo:hi]]).ravel()
-        change = np.column_stack([begins[lo:hi], ends[lo:hi]]).ravel()
-        event = np.flatnonzero(change)
-        event = event[np.argsort(when[event], kind="stable")]  # gathers have a lane of their own
-        held = memory.static_bytes + np.cumsum(change[event])
+        held = memory.static_bytes + since.sum(axis=0)
         samples.append(MemorySample(rank, 0.0, memory.static_bytes))
         samples += [
             MemorySample(rank, time_s, num_bytes)
-            for time_s, num_bytes in zip(when[event].tolist(), held.tolist(), strict=True)
+            for time_s, num_bytes in zip(when.tolist(), held.tolist(), strict=True)
         ]
     return tuple(samples)
+
+
+def sample_components(run: Run, memories: Sequence[RankMemory], plan: Plan) -> np.ndarray:
+    """`[samples, COMPONENTS]`: the bytes of each of `memory_samples` by component, where activations include what only
+    the action that runs needs."""
+    found = []
+    for memory, _, since in _changes_over_time(run, memories, plan):
+        lasting = memory.components()
+        lasting["weights"] -= memory.gathered_bytes
+        lasting["gradients"] -= memory.summed_bytes
+        lasting["buffers"] -= memory.working_bytes
+        lasting["activations"] = 0
+        held = np.tile([lasting[name] for name in COMPONENTS], (since.shape[1] + 1, 1))
+        for name, change in zip(("activations", "weights", "gradients"), since, strict=True):
+            held[1:, COMPONENTS.index(name)] += change
+        found.append(held)
+    return np.concatenate(found)
+
+
+def _changes_over_time(
+    run: Run, memories: Sequence[RankMemory], plan: Plan
+) -> Iterator[tuple[RankMemory, np.ndarray, np.ndarray]]:
+    """Of every rank the times at which what it holds changes, and what it then holds besides what is static, `[3,
+    times]`: activations, gathered weights and sums of gradients."""
+    schedule = run.graph.schedule
+    parts = all_changes(plan, schedule, profile_of(plan).memory)
+    for memory, lo, hi in zip(memories, schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist(), strict=True):
+        when = np.column_stack([run.start_s[lo:hi], run.end_s[lo:hi]]).ravel()
+        changes = np.stack([np.column_stack([part.begins[lo:hi], part.ends[lo:hi]]).ravel() for part in parts])
+        order = np.argsort(when, kind="stable")  # gathers have a lane of their own
+        event = np.flatnonzero(changes.sum(axis=0)[order])
+        yield memory, when[order][event], np.cumsum(changes[:, order], axis=1)[:, event]
 
 
 def _messages(

@@ -64,12 +64,11 @@ def link_loads(plan: Plan, schedule: Schedule) -> tuple[LinkLoad, ...]:
     loads: dict[Link, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (axis, op, members), sent in sent_bytes(plan, schedule).items():
         if op == MESSAGE:
-            shares = dict.fromkeys(route(plan.cluster, *members), 1.0)
+            shares, each = dict.fromkeys(route(plan.cluster, *members), 1.0), sent[0]
         else:
-            shares = collective_loads(plan.cluster, members, op)
-            sent /= len(members)
+            shares, each = collective_loads(plan.cluster, members, op), sum(sent) / len(sent)
         for link, share in shares.items():
-            loads[link][axis] += share * sent
+            loads[link][axis] += share * each
     found = [
         LinkLoad(link, dict(of_axis), sum(of_axis.values()) / capacity_bytes_per_s(plan.cluster, link))
         for link, of_axis in loads.items()

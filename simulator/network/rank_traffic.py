@@ -52,17 +52,19 @@ def rank_traffic(plan: Plan, schedule: Schedule, title: str = "") -> RankTraffic
 def _pairs(plan: Plan, schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Senders, receivers and bytes of every pair that something is sent between, by axis."""
     found: defaultdict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(list)
-    for (axis, op, members), sent in sent_bytes(plan, schedule).items():
-        group = np.array(members)
+    for (axis, op, members), each in sent_bytes(plan, schedule).items():
+        group, sent = np.array(members), np.array(each)
         if op == MESSAGE:
-            senders, receivers = group[:1], group[1:]
+            senders, receivers, num_bytes = group[:1], group[1:], sent
         elif op == "all_to_all":
             senders, receivers = np.repeat(group, len(group)), np.tile(group, len(group))
-            senders, receivers = senders[senders != receivers], receivers[senders != receivers]
+            others = senders != receivers
+            senders, receivers = senders[others], receivers[others]
+            num_bytes = np.repeat(sent / (len(group) - 1), len(group) - 1)
         else:
-            senders, receivers = group, np.roll(group, -1)
-        if sent:
-            found[axis].append((senders, receivers, np.full(len(senders), sent / len(senders))))
+            senders, receivers, num_bytes = group, np.roll(group, -1), sent
+        if sent.any():
+            found[axis].append((senders, receivers, num_bytes))
     return {
         axis: tuple(np.concatenate(part) for part in zip(*parts, strict=True))  # type: ignore[misc]
         for axis, parts in found.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from itertools import product
 
@@ -22,9 +22,10 @@ Sent = tuple[str, str, tuple[int, ...]]
 """Axis, operation and global ranks of a group; of a message its two ends, the sender first."""
 
 
-def sent_bytes(plan: Plan, schedule: Schedule) -> dict[Sent, float]:
-    """Bytes that all members of a group together send in a step of a lowered schedule, by group."""
-    layout, found = plan.layout, defaultdict[Sent, float](float)
+def sent_bytes(plan: Plan, schedule: Schedule) -> dict[Sent, list[float]]:
+    """Bytes that each member of a group sends in a step of a lowered schedule, in the order of the members; of a
+    message those of its sender alone."""
+    layout, found = plan.layout, dict[Sent, list[float]]()
     counts = [
         Counter((part.stage, part.kind) for action in schedule.row(pp_rank) for part in action.parts)
         for pp_rank in range(schedule.num_ranks)
@@ -44,10 +45,19 @@ def sent_bytes(plan: Plan, schedule: Schedule) -> dict[Sent, float]:
                     if op == MESSAGE:
                         peer = ranks.global_rank(_peer(plan, kind, stage, pp_rank))
                         if peer != here:
-                            found[PIPELINE, MESSAGE, (here, peer)] += count * num_bytes
+                            _add(found, (PIPELINE, MESSAGE, (here, peer)), (0, 1), count * num_bytes)
                     else:
-                        found[axis, op, ranks.group(axis, stage, pp_rank)] += count * num_bytes
+                        members, place = ranks.group(axis, stage, pp_rank)
+                        _add(found, (axis, op, members), (place, len(members)), count * num_bytes)
     return found
+
+
+def _add(found: dict[Sent, list[float]], key: Sent, sender: tuple[int, int], num_bytes: int) -> None:
+    """Adds what a sender sends: its place, and of how many that send."""
+    place, count = sender
+    if key not in found:
+        found[key] = [0.0] * count
+    found[key][place] += num_bytes
 
 
 def _sent_by_action(
@@ -79,15 +89,16 @@ class _OfReplica(Spreads):
     def __init__(self, plan: Plan, tp_rank: int, cp_rank: int, dp_rank: int):
         super().__init__(plan, dp_rank)
         self._first = plan.layout.global_rank(tp=tp_rank, cp=cp_rank, dp=dp_rank)
-        self._groups: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._groups: dict[tuple[object, ...], tuple[tuple[int, ...], int]] = {}
 
     def global_rank(self, pp_rank: int) -> int:
         """The rank of that place on a pipeline rank."""
         return self._first + pp_rank * self._dense["pp"]
 
-    def group(self, axis: str, stage: int, pp_rank: int) -> tuple[int, ...]:
-        """`members`, each group looked at once."""
+    def group(self, axis: str, stage: int, pp_rank: int) -> tuple[tuple[int, ...], int]:
+        """`members`, and the place of this rank among them, each group looked at once."""
         key = (axis, pp_rank) if axis in RANK_AXES else (axis, stage, pp_rank)
         if key not in self._groups:
-            self._groups[key] = tuple(self.members(axis, stage, pp_rank).tolist())
+            members = tuple(self.members(axis, stage, pp_rank).tolist())
+            self._groups[key] = members, members.index(self.global_rank(pp_rank))
         return self._groups[key]

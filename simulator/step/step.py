@@ -28,7 +28,7 @@ from ..engine.graph import Graph, Sends, build_graph
 from ..engine.joined_graph import MOST_INPUTS, joined_graph
 from ..engine.seconds import Seconds
 from ..memory.capacity import Capacity, capacities
-from ..memory.memory import RankMemory, memory_samples, rank_memories
+from ..memory.memory import RankMemory, memory_samples, rank_memories, sample_components
 from ..stack.profiles import profile_of
 from ..stack.provenance import report_provenance
 
@@ -77,7 +77,18 @@ class Simulation:
     @cached_property
     def memory_samples(self) -> tuple[MemorySample, ...]:
         """Bytes held over time by the same ranks."""
-        return tuple(_samples(self.plan, self.run, self.memory, self.global_ranks))
+        parts = _parts(self.plan, self.run, self.memory)
+        return tuple(
+            sample
+            for part, run, held, (first, last) in parts
+            for sample in memory_samples(run, held, part, self.global_ranks[first:last])
+        )
+
+    @cached_property
+    def sample_components(self) -> np.ndarray:
+        """`[samples, COMPONENTS]` bytes of `memory_samples` by component."""
+        parts = _parts(self.plan, self.run, self.memory)
+        return np.concatenate([sample_components(run, held, part) for part, run, held, _ in parts])
 
 
 def simulate_first(plan: AnyPlan, schedule: Schedule | None = None) -> Simulation:
@@ -195,10 +206,11 @@ def _in_run(part: Plan, memory: RankMemory) -> RankMemory:
     return replace(memory, pp_rank=memory.pp_rank + part.first_stage, peak_action=peak_action)
 
 
-def _samples(
-    plan: AnyPlan, run: Run, memory: Sequence[RankMemory], global_ranks: Sequence[int]
-) -> Iterator[MemorySample]:
-    """Samples part by part, each from its own rows of the run."""
+def _parts(
+    plan: AnyPlan, run: Run, memory: Sequence[RankMemory]
+) -> Iterator[tuple[Plan, Run, list[RankMemory], tuple[int, int]]]:
+    """The models of a plan, each with its own rows of the run, its ranks' memory, and which of all pipeline ranks these
+    are."""
     whole = run.graph.schedule
     for part in plan.parts:
         first, last = part.first_stage, part.first_stage + part.layout.pp
@@ -206,7 +218,7 @@ def _samples(
         schedule = whole if part is plan else part_schedule(plan, part, whole.num_microbatches)
         own = Run(replace(run.graph, schedule=schedule), run.start_s[lo:hi], run.end_s[lo:hi])
         held = [replace(each, pp_rank=each.pp_rank - first) for each in memory[first:last]]
-        yield from memory_samples(own, held, part, global_ranks[first:last])
+        yield part, own, held, (first, last)
 
 
 def worst(memory: Sequence[RankMemory]) -> RankMemory:

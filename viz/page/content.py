@@ -24,11 +24,13 @@ from .schedules import Sized, library
 @dataclass(frozen=True)
 class Extra:
     """What is known of a timeline besides its spans: usable bytes of a device; findings, whose ranks are places among
-    the timeline's ranks; by such a place the bytes at the rank's peak by component."""
+    the timeline's ranks; by such a place the bytes at the rank's peak by component; and `[samples, components]` the
+    bytes of each of the timeline's memory samples."""
 
     capacity_bytes: int | None = None
     findings: tuple[Finding, ...] = ()
     peaks: tuple[Mapping[str, int], ...] = ()
+    samples: np.ndarray | None = None
 
 
 def packed(timelines: Sequence[Timeline], extras: Sequence[Extra], time_unit: TimeUnit) -> bytes:
@@ -60,6 +62,7 @@ def _header(time_unit: TimeUnit, num_chunks: int, **more: Any) -> dict[str, Any]
             if kind in palette.FILLS
         },
         "causes": palette.CAUSES,
+        "components": palette.COMPONENTS,
         **more,
     }
 
@@ -100,10 +103,12 @@ def _entry(timeline: Timeline, extra: Extra, columns: list[np.ndarray]) -> dict[
     rank_place = np.searchsorted(np.array(ranks, dtype=np.int64), spans.global_rank)
     memory_ranks = {rank: i for i, rank in enumerate(ranks)}
     samples = sorted(
-        (memory_ranks[each.global_rank], each.time_s, each.num_bytes)
-        for each in timeline.memory
+        (memory_ranks[each.global_rank], each.time_s, each.num_bytes, index)
+        for index, each in enumerate(timeline.memory)
         if each.global_rank in memory_ranks
     )
+    names = list(extra.peaks[0]) if extra.samples is not None and extra.peaks else []
+    by_component = extra.samples[[index for *_, index in samples]] if extra.samples is not None else None
     return {
         "source": timeline.source,
         "title": timeline.title,
@@ -135,10 +140,15 @@ def _entry(timeline: Timeline, extra: Extra, columns: list[np.ndarray]) -> dict[
             "gap_end": column([gap.end_s for gap in gaps], "float64"),
             "gap_cause": column([causes.index(gap.cause) for gap in gaps], "int8"),
             "gap_span": column([number[gap.span] for gap in gaps], "int32"),
-            "memory_rank": column([rank for rank, _, _ in samples], "int32"),
-            "memory_time": column([time_s for _, time_s, _ in samples], "float64"),
-            "memory_bytes": column([num_bytes for _, _, num_bytes in samples], "float64"),
+            "memory_rank": column([rank for rank, *_ in samples], "int32"),
+            "memory_time": column([time_s for _, time_s, *_ in samples], "float64"),
+            "memory_bytes": column([num_bytes for _, _, num_bytes, _ in samples], "float64"),
         },
+        "memory_parts": [
+            {"name": name, "column": column(by_component[:, number], "float64")}
+            for number, name in enumerate(names)
+            if by_component is not None
+        ],
     }
 
 

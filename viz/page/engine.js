@@ -173,7 +173,7 @@ function timelineOf(header, all, { name, title, number, findings }) {
     .flatMap((action) => [action.stage, action.pairStage]).filter((stage) => stage >= 0))].sort((a, b) => a - b));
   const kinds = new Map(header.kinds.map((kind, at) => [kind, at]));
   const entry = {
-    number, source: name, title, makespan_s: makespan, ranks, num_spans: spans.length, capacity_bytes: null, components: [],
+    number, source: name, title, makespan_s: makespan, ranks, num_spans: spans.length, capacity_bytes: null, components: [], memory_parts: [],
     lanes: names.map((name) => ({ name, role: name === "compute" ? "compute" : name === "dp" ? "collective" : name[1] === ">" ? "send" : "receive" })),
     rank: column(Int32Array, (action) => action.rank),
     lane: column(Int32Array, (action) => place.get(action.lane)),

@@ -74,7 +74,8 @@ class Page {
       if (used.has(kind)) legend.append(swatch(header.fills[kind][0], header.names[kind]));
     }
     this.legendOfCauses = document.createElement("span");
-    legend.append(this.legendOfCauses);
+    this.legendOfParts = document.createElement("span");
+    legend.append(this.legendOfCauses, this.legendOfParts);
     for (const [index, entry] of header.timelines.entries()) {
       for (const finding of entry.findings) {
         const button = document.createElement("button");
@@ -185,6 +186,7 @@ class Page {
       c: () => this.toggleCritical(),
       b: () => this.toggle("causes"),
       m: () => this.toggle("memory"),
+      k: () => this.toggle("components"),
       e: () => this.toggle("messages"),
       r: () => this.toggle("collectives"),
       g: () => this.toggle("groups"),
@@ -269,6 +271,10 @@ class Page {
     const count = this.hits.reduce((sum, hits) => sum + (hits ? hits.reduce((a, b) => a + b, 0) : 0), 0);
     element("count").textContent = view.query.trim() ? `${count} found` : "";
     for (const name of Object.keys(view.shows)) element(`show-${name}`).setAttribute("aria-pressed", view.shows[name]);
+    const parts = header.timelines.flatMap((entry) => entry.memory_parts);
+    element("show-components").hidden = !parts.length;
+    const names = view.shows.components && view.shows.memory ? new Set(parts.map((part) => part.name)) : [];
+    this.legendOfParts.replaceChildren(...[...names].map((name) => swatch(header.components[name], name)));
     this.legendOfCauses.replaceChildren(
       ...(view.shows.causes ? Object.entries(header.causes).map(([cause, pair]) => swatch(pair[view.theme === "dark" ? 1 : 0], `idle: ${cause}`)) : []),
     );
@@ -372,13 +378,16 @@ class Page {
   // What is said of a rank's memory at a time.
   memoryWords({ entry, rank, name }, time) {
     const { header } = this, { lo, hi } = entry.samples[rank], peak = peakOf(entry, rank);
-    let now = 0;
-    for (let i = lo; i < hi && entry.memory_time[i] <= time; i++) now = entry.memory_bytes[i];
+    let at = -1;
+    for (let i = lo; i < hi && entry.memory_time[i] <= time; i++) at = i;
+    const now = at < 0 ? 0 : entry.memory_bytes[at];
     const during = peak.span >= 0 ? ` during ${token(header, entry, peak.span)}` : "";
     const lines = [
       `rank ${name} holds ${formatHeld(header, now)} at ${formatTime(header, time)}`,
       `at most ${formatHeld(header, peak.bytes)}${during}, at ${formatTime(header, peak.time)}`,
     ];
+    const held = at < 0 ? [] : entry.memory_parts.filter((part) => part.bytes[at] > 0);
+    if (held.length) lines.splice(1, 0, `now ${held.map((part) => `${part.name} ${formatBytes(part.bytes[at])}`).join(", ")}`);
     const parts = Object.entries(entry.components[rank] ?? {}).filter(([, bytes]) => bytes > 0);
     if (parts.length) lines.push(`then ${parts.map(([part, bytes]) => `${part} ${formatBytes(bytes)}`).join(", ")}`);
     if (entry.capacity_bytes) lines.push(`usable: ${formatBytes(entry.capacity_bytes)}`);

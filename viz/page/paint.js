@@ -225,38 +225,30 @@ class Painter {
   }
 
   memory(row, top) {
-    const { context, view } = this, { entry, rank } = row, { lo, hi } = entry.samples[rank];
+    const { context, view } = this, { entry, rank } = row;
     const y = top + row.memory.y, height = row.memory.height, most = mostBytes(this.header);
     const place = (bytes) => y + height - (bytes / most) * (height - 4);
+    const { parts } = row.memory;
+    if (parts.length) {
+      // from above down: what is below of a component lies over it
+      for (const [layer, part] of [...stackedOf(entry).entries()].reverse()) {
+        this.steps(entry, rank, layer, place);
+        context.lineTo(LABEL + this.plot, y + height);
+        context.lineTo(LABEL, y + height);
+        context.fillStyle = this.header.components[part.name];
+        context.fill();
+      }
+    }
     context.strokeStyle = context.fillStyle = view.theme === "dark" ? "#b08fd0" : "#5b2f86";
     context.globalAlpha = 0.9;
-    context.beginPath();
-    let i = lo;
-    while (i < hi && entry.memory_time[i] <= view.lo) i++;
-    let now = i > lo ? entry.memory_bytes[i - 1] : 0;
-    context.moveTo(LABEL, place(now));
-    const pixels = this.plot / (view.hi - view.lo);
-    while (i < hi && entry.memory_time[i] <= view.hi) {
-      // of a column's samples the highest, and the last
-      const column = Math.floor((entry.memory_time[i] - view.lo) * pixels);
-      const x = LABEL + (entry.memory_time[i] - view.lo) * pixels;
-      let highest = entry.memory_bytes[i], last = highest, k = i + 1;
-      for (; k < hi && Math.floor((entry.memory_time[k] - view.lo) * pixels) === column; k++) {
-        last = entry.memory_bytes[k];
-        if (last > highest) highest = last;
-      }
-      context.lineTo(x, place(now));
-      context.lineTo(x, place(highest));
-      if (last !== highest) context.lineTo(x, place(last));
-      now = last;
-      i = k;
-    }
-    context.lineTo(LABEL + this.plot, place(now));
+    this.steps(entry, rank, entry.memory_bytes, place);
     context.stroke();
-    context.lineTo(LABEL + this.plot, y + height);
-    context.lineTo(LABEL, y + height);
-    context.globalAlpha = 0.25;
-    context.fill();
+    if (!parts.length) {
+      context.lineTo(LABEL + this.plot, y + height);
+      context.lineTo(LABEL, y + height);
+      context.globalAlpha = 0.25;
+      context.fill();
+    }
     context.globalAlpha = 1;
     context.fillStyle = this.muted;
     context.textAlign = "left";
@@ -276,6 +268,31 @@ class Painter {
       context.stroke();
       context.setLineDash([]);
     }
+  }
+
+  // The path of what a rank holds over the times that are seen: of a column's samples the highest, and the last.
+  steps(entry, rank, held, place) {
+    const { context, view } = this, { lo, hi } = entry.samples[rank], pixels = this.plot / (view.hi - view.lo);
+    const columnOf = (i) => Math.floor((entry.memory_time[i] - view.lo) * pixels);
+    let i = lo;
+    while (i < hi && entry.memory_time[i] <= view.lo) i++;
+    let now = i > lo ? held[i - 1] : 0;
+    context.beginPath();
+    context.moveTo(LABEL, place(now));
+    while (i < hi && entry.memory_time[i] <= view.hi) {
+      const column = columnOf(i), x = LABEL + (entry.memory_time[i] - view.lo) * pixels;
+      let highest = held[i], last = highest, k = i + 1;
+      for (; k < hi && columnOf(k) === column; k++) {
+        last = held[k];
+        if (last > highest) highest = last;
+      }
+      context.lineTo(x, place(now));
+      context.lineTo(x, place(highest));
+      if (last !== highest) context.lineTo(x, place(last));
+      now = last;
+      i = k;
+    }
+    context.lineTo(LABEL + this.plot, place(now));
   }
 
   // Where a span lies on the canvas, or null where its row is not there.
@@ -352,6 +369,19 @@ class Painter {
 function criticalOf(entry) {
   entry.critical ??= criticalPath(entry);
   return entry.critical;
+}
+
+// The components of memory, each on those before it: a column of sums -> the component on top.
+function stackedOf(entry) {
+  if (!entry.stacked) {
+    entry.stacked = new Map();
+    let below = new Float64Array(entry.memory_bytes.length);
+    for (const part of entry.memory_parts) {
+      below = below.map((bytes, i) => bytes + part.bytes[i]);
+      entry.stacked.set(below, part);
+    }
+  }
+  return entry.stacked;
 }
 
 function mostBytes(header) {

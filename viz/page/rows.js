@@ -1,7 +1,7 @@
 // Rows and tracks: what lies where, and the colours of everything in a track, summed so that any part of it is a
 // difference of two sums. That is the level of detail: the cost of drawing depends on pixels, not on spans.
 
-const LABEL = 132, AXIS = 30, HEIGHTS = { compute: 24, thin: 10, message: 6, collective: 8, memory: 44 }, ROW_GAP = 6;
+const LABEL = 132, AXIS = 30, HEIGHTS = { compute: 24, thin: 10, message: 6, collective: 8, memory: 44, components: 96 }, ROW_GAP = 6;
 
 class Colors {
   constructor(header, theme, showsCauses) {
@@ -146,8 +146,9 @@ function rowsOf(header, view, tracks) {
       }
       const samples = entry.samples[rank];
       if (view.shows.memory && !folded && samples.hi > samples.lo) {
-        row.memory = { y: at + 2, height: HEIGHTS.memory };
-        at += HEIGHTS.memory + 4;
+        const parts = view.shows.components ? entry.memory_parts : [];
+        row.memory = { y: at + 2, height: parts.length ? HEIGHTS.components : HEIGHTS.memory, parts };
+        at += row.memory.height + 4;
       }
       row.height = at - y;
       y = at + (both && entry.number === 0 && places.get(name).length > 1 ? 2 : folded ? 2 : ROW_GAP);

@@ -15,6 +15,7 @@ async function unpack(text) {
   header.timelines.forEach((entry, number) => {
     entry.number = number;
     for (const [name, at] of Object.entries(entry.columns)) entry[name] = columns[at];
+    for (const part of entry.memory_parts) part.bytes = columns[part.column];
     completed(entry);
   });
   const { library } = header;

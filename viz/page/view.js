@@ -11,7 +11,7 @@ class View {
     this.scroll = 0;
     this.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
     const ranks = Math.max(...header.timelines.map((entry) => entry.ranks.length));
-    this.shows = { messages: ranks <= 8, collectives: true, memory: ranks <= 16, causes: true, groups: ranks > 64 };
+    this.shows = { messages: ranks <= 8, collectives: true, memory: ranks <= 16, causes: true, groups: ranks > 64, components: false };
     this.folded = new Set();
     this.query = "";
     this.chosen = null; // [timeline, span]

@@ -71,7 +71,7 @@ CURVES = ("#30246b", "#5b2f86", "#86398f", "#ad4688", "#cf5a78", "#e77a63", "#f2
 """Memory curves, first to last rank: one ramp, because ranks are ordered."""
 
 COMPONENTS = {
-    "weights": "#30246b",
+    "weights": "#4b3aa0",
     "gradients": "#3b74b4",
     "optimizer": "#94b5dc",
     "activations": "#dda13a",

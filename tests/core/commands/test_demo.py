@@ -10,7 +10,7 @@ import pytest
 from helpers.paths import EXAMPLES
 from shardproof import check, lower
 from shardproof.core.commands.cli import main
-from shardproof.core.commands.demo import PLANS, print_step
+from shardproof.core.commands.demo import PAGE, PLANS, print_step
 from shardproof.core.plan.plan import ModularPlan, Plan
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.verify.schedule.joined import examine_joined
@@ -33,9 +33,12 @@ def test_quick_demo_leaves_a_report_and_every_file_that_it_links(folder: Path) -
         "llama70b_512.png",
         "predicted_and_measured.svg",
         "predicted_and_measured.png",
+        PAGE,
         *PLANS.values(),
     } <= names
     assert all((folder / name).stat().st_size > 0 for name in names)
+    page = (folder / PAGE).read_text()
+    assert page.startswith("<!DOCTYPE html>") and "<title>llama3-70b on 512 devices" in page
     assert not [path for path in folder.iterdir() if path.name.startswith(".")], "no temporary file is left"
 
 

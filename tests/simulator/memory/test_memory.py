@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.paths import EXAMPLES
 from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.plan import ModularPlan, Plan
 from shardproof.core.plan.schedule_of import schedule_for
 from shardproof.core.plan.sections import Runtime
 from shardproof.core.program import gradient_elements, stage_elements
 from shardproof.core.schedule import build
 from shardproof.simulator.memory.layers import head_nodes
-from shardproof.simulator.memory.memory import peak_in_flight, rank_memories
+from shardproof.simulator.memory.memory import COMPONENTS, peak_in_flight, rank_memories
 from shardproof.simulator.memory.reserved import reserved_bytes
 from shardproof.simulator.memory.sizes import layer_activation_bytes
 from shardproof.simulator.memory.tensors import LayerTensors
@@ -148,6 +149,32 @@ def test_memory_over_time_peaks_where_the_report_says():
         assert max(sample.num_bytes for sample in samples) == memory.peak_bytes
         assert samples[-1].num_bytes == samples[0].num_bytes == memory.static_bytes
         assert [sample.time_s for sample in samples] == sorted(sample.time_s for sample in samples)
+
+
+SAMPLED = {
+    "zero 3": product_plan(Layout(dp=4, zero=3), model="gpt2", cluster="dgx-h100"),
+    "pairs": product_plan(Layout(pp=2, vpp=2), model="gpt2", cluster="dgx-h100", schedule="Combined1F1B"),
+    "split": product_plan(Layout(pp=4), model="gpt2", cluster="dgx-h100", schedule="ZBH1", microbatches=8),
+    "modules": ModularPlan.from_toml((EXAMPLES / "encoder_decoder.toml").read_text()),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLED)
+def test_components_over_time_add_up_and_are_those_of_the_peak(case):
+    step = simulate(SAMPLED[case])
+    parts, samples = step.sample_components, step.memory_samples
+    assert (parts >= 0).all() and parts.sum(axis=1).tolist() == [each.num_bytes for each in samples]
+    for rank, memory in zip(step.global_ranks, step.memory, strict=True):
+        own = parts[[i for i, each in enumerate(samples) if each.global_rank == rank]]
+        at = int(own.sum(axis=1).argmax())
+        assert own[at].sum() == memory.peak_bytes
+        held = dict(zip(COMPONENTS, own[at].tolist(), strict=True))
+        assert (held["weights"], held["optimizer"]) == (memory.weights_bytes, memory.optimizer_bytes)
+        # a peak's activations are those that forwards left; over time what runs has its own among them
+        activations, buffers = memory.activations_bytes, memory.buffers_bytes
+        assert held["activations"] + held["buffers"] + held["gradients"] == (
+            activations + buffers + memory.gradients_bytes
+        )
 
 
 def test_vpp_raises_the_peak_by_the_factor_of_korthikanti():

@@ -27,7 +27,7 @@ def plan(layout: Layout, model: str = "llama3-8b", **more: object) -> Plan:
 
 CASES = {
     "dense": plan(Layout(tp=2, pp=2, dp=4, zero=1, sequence_parallel=True)),
-    "exact": plan(Layout(tp=2, pp=2, dp=2), mode="exact"),
+    "exact": plan(Layout(tp=2, pp=2, dp=3), mode="exact"),
     "context": plan(Layout(tp=2, cp=2, pp=2, dp=2, zero=2)),
     "experts": plan(Layout(tp=2, pp=2, dp=4, ep=4, etp=1), model="mixtral-8x7b"),
     "replicas": plan(Layout(pp=4, dp=2), schedule="DualPipe"),

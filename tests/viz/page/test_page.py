@@ -119,6 +119,37 @@ def test_pointing_at_memory_says_what_is_held_and_what_the_peak_is_made_of(opene
     assert tip.startswith("rank 2 holds ") and "at most" in tip and "then weights " in tip and "usable: " in tip
 
 
+def test_memory_is_stacked_by_component_on_demand(opened, step):
+    """Every sample's components add up to it, and between the ground and the curve the page has their colours."""
+    held = tuple(each.components() for each in step.memory)
+    parts = step.sample_components
+    assert parts.sum(axis=1).tolist() == [each.num_bytes for each in step.memory_samples]
+    browser = opened(step.timeline, extras=[Extra(peaks=held, samples=parts)])
+    assert browser.run("page.rows[1].memory.parts.length") == 0
+    browser.press("k")
+    browser.settle()
+    names = browser.run(
+        "[...document.querySelectorAll('#legend > span:last-child > *')].map((each) => each.textContent)"
+    )
+    assert names == list(held[0])
+    for sample in (0, 5, -1):
+        place = [i for i, each in enumerate(step.memory_samples) if each.global_rank == 2][sample]
+        within = browser.run(
+            f"(({{ lo, hi }}) => {sample} < 0 ? hi - 1 : lo + {sample})(page.header.timelines[0].samples[1])"
+        )
+        found = browser.run(f"page.header.timelines[0].memory_parts.map((part) => part.bytes[{within}])")
+        assert found == parts[place].tolist()
+    row, at = "page.rows[1].memory", "page.painter.x(page.view.end * 0.5)"
+    color = browser.run(
+        f"(({{ data }}) => [...data].slice(0, 3))(document.getElementById('canvas').getContext('2d').getImageData("
+        f"({at}) * devicePixelRatio, ({row}.y + {row}.height - 3 + 30 - page.view.scroll) * devicePixelRatio, 1, 1))"
+    )
+    assert "#" + "".join(f"{each:02x}" for each in color) == palette.COMPONENTS["weights"]
+    browser.press("k")
+    browser.settle()
+    assert browser.run("page.rows[1].memory.parts.length") == 0
+
+
 def test_an_idle_time_says_its_cause(opened, step):
     browser = opened(step.timeline)
     words = browser.run(
