@@ -60,8 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="OTHER",
         action="append",
         help=(
-            "a second plan, schedule or recorded timeline, drawn below the first; of metrics another run, as often as "
-            "there are runs"
+            "a second plan, schedule or recorded timeline, drawn below the first; a plan's schedule also says which "
+            "actions a profiler's traces have that name none; of metrics another run, as often as there are runs"
         ),
     )
     group.add_argument(

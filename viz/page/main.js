@@ -1,5 +1,7 @@
 // The page: what the user does becomes a view, and a view a picture.
 
+const MOST_PRINTED = 6000; // pixels of height
+
 const element = (id) => document.getElementById(id);
 
 async function begin() {
@@ -63,9 +65,7 @@ class Page {
     });
     if (header.note) sentences.push(header.note);
     element("notes").textContent = sentences.join(" · ");
-    const seen = new Uint8Array(header.kinds.length);
-    for (const { kind } of header.timelines) for (let i = 0; i < kind.length; i++) seen[kind[i]] = 1;
-    const used = new Set(header.kinds.filter((_, at) => seen[at]));
+    const used = new Set(header.kinds.filter((_, at) => header.timelines.some(({ kind }) => kind.includes(at))));
     if (used.delete("OVERLAP_F_B")) used.add("F").add("B");
     const legend = element("legend");
     legend.replaceChildren();
@@ -90,7 +90,10 @@ class Page {
 
   listen() {
     const canvas = element("canvas"), search = element("search");
-    new ResizeObserver(() => this.redraw()).observe(canvas.parentElement);
+    new ResizeObserver(() => {
+      this.arrange();
+      this.redraw();
+    }).observe(canvas.parentElement);
     addEventListener("hashchange", () => {
       if (location.hash !== this.written) {
         this.view.hash = location.hash;
@@ -98,12 +101,14 @@ class Page {
       }
     });
     addEventListener("beforeprint", () => {
-      this.before = this.view.theme;
-      this.view.theme = "light";
+      this.before = { theme: this.view.theme, scroll: this.view.scroll };
+      Object.assign(this.view, { theme: "light", scroll: 0 });
+      canvas.parentElement.style.cssText = `flex: none; height: ${Math.min(this.rows.total + AXIS, MOST_PRINTED)}px`;
       this.repaint(true);
     });
     addEventListener("afterprint", () => {
-      this.view.theme = this.before;
+      Object.assign(this.view, this.before);
+      canvas.parentElement.style.cssText = "";
       this.repaint();
     });
     canvas.addEventListener("wheel", (event) => {
@@ -162,7 +167,7 @@ class Page {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || element("keys").open) return;
-    if (event.target.tagName === "INPUT" || (event.target.tagName === "BUTTON" && event.key === "Enter")) return;
+    if (["INPUT", "SELECT"].includes(event.target.tagName) || (event.target.tagName === "BUTTON" && event.key === "Enter")) return;
     const { view } = this, page = this.painter.height - AXIS;
     const keys = {
       ArrowLeft: () => (event.shiftKey && view.chosen ? this.neighbour(-1) : view.pan(-0.15)),
@@ -267,7 +272,7 @@ class Page {
     document.documentElement.dataset.theme = view.theme;
     this.hits = header.timelines.map((entry) => found(header, entry, view.query));
     this.paints = { header, colors: new Colors(header, view.theme, view.shows.causes), hits: this.hits };
-    this.rows = rowsOf(header, view, this.tracks);
+    this.arrange();
     const count = this.hits.reduce((sum, hits) => sum + (hits ? hits.reduce((a, b) => a + b, 0) : 0), 0);
     element("count").textContent = view.query.trim() ? `${count} found` : "";
     for (const name of Object.keys(view.shows)) element(`show-${name}`).setAttribute("aria-pressed", view.shows[name]);
@@ -275,12 +280,27 @@ class Page {
     element("show-components").hidden = !parts.length;
     const names = view.shows.components && view.shows.memory ? new Set(parts.map((part) => part.name)) : [];
     this.legendOfParts.replaceChildren(...[...names].map((name) => swatch(header.components[name], name)));
-    this.legendOfCauses.replaceChildren(
-      ...(view.shows.causes ? Object.entries(header.causes).map(([cause, pair]) => swatch(pair[view.theme === "dark" ? 1 : 0], `idle: ${cause}`)) : []),
-    );
+    this.legendOfCauses.replaceChildren(...(view.shows.causes ? this.causesSeen() : []));
     this.say();
     if (now) this.picture();
     else this.redraw();
+  }
+
+  // Rows from top to bottom; where they leave room they are made up to twice as high.
+  arrange() {
+    const { header, view, tracks } = this, room = element("canvas").parentElement.clientHeight - AXIS;
+    this.rows = rowsOf(header, view, tracks, 1);
+    const stretch = Math.min(2, room / this.rows.total);
+    if (stretch > 1.05) this.rows = rowsOf(header, view, tracks, stretch);
+  }
+
+  // The causes of idle time that there are, for the legend.
+  causesSeen() {
+    const { header, view } = this, at = view.theme === "dark" ? 1 : 0;
+    return Object.entries(header.causes).flatMap(([cause, pair], index) => {
+      const names = header.timelines.filter((entry) => entry.gap_cause.includes(index)).map((entry) => causeIn(entry, cause));
+      return names.length ? [swatch(pair[at], `idle: ${[...new Set(names)].join(" / ")}`)] : [];
+    });
   }
 
   redraw() {
@@ -353,15 +373,15 @@ class Page {
     if (ref < 0) {
       const gap = -1 - ref, cause = Object.keys(header.causes)[entry.gap_cause[gap]], span = entry.gap_span[gap];
       return [
-        `idle for ${time(entry.gap_end[gap] - entry.gap_start[gap])}: ${cause}`,
-        `from ${time(entry.gap_start[gap])} to ${time(entry.gap_end[gap])} on rank ${entry.ranks[entry.gap_rank[gap]]}`,
+        `idle for ${time(entry.gap_end[gap] - entry.gap_start[gap])}: ${causeIn(entry, cause)}`,
+        `from ${fromTo(header, entry.gap_start[gap], entry.gap_end[gap])} on rank ${entry.ranks[entry.gap_rank[gap]]}`,
         ...(span >= 0 ? [`${cause === "end" ? "until the end of" : "for"} ${where(span)}`] : []),
       ];
     }
     const kind = header.kinds[entry.kind[ref]], lines = [];
     const what = kind === "OVERLAP_F_B" ? "a forward and a backward together" : (header.names[kind] ?? kind);
     lines.push(`${token(header, entry, ref)}: ${what}, ${time(entry.end[ref] - entry.start[ref])}`);
-    lines.push(`from ${time(entry.start[ref])} to ${time(entry.end[ref])} on rank ${entry.ranks[entry.rank[ref]]}, lane ${entry.lanes[entry.lane[ref]].name}`);
+    lines.push(`from ${fromTo(header, entry.start[ref], entry.end[ref])} on rank ${entry.ranks[entry.rank[ref]]}, lane ${entry.lanes[entry.lane[ref]].name}`);
     const last = lastWait(entry, ref);
     if (last >= 0) lines.push(`waited last for ${where(last)}, until ${time(entry.end[last])}`);
     const other = counterpart(header, entry, ref);
@@ -473,6 +493,11 @@ function swatch(color, text) {
   box.style.background = color;
   item.append(box, text);
   return item;
+}
+
+// What a simulated step leaves to other replicas of its ranks, no recording explains.
+function causeIn(entry, cause) {
+  return cause === "replicas" && entry.source === "measured" ? "not explained" : cause;
 }
 
 function signed(number) {

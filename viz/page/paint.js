@@ -55,6 +55,9 @@ class Painter {
       this.row(row, top);
     }
     this.findings(rows, top);
+    context.beginPath();
+    context.rect(LABEL, AXIS, this.width, this.height - AXIS);
+    context.clip(); // outlines and arrows of what lies further left cross no name of a rank
     if (view.critical) for (const entry of this.header.timelines) this.chain(criticalOf(entry), rows, top, entry, dark ? "#ff9d5c" : "#b3400a");
     if (view.chosen) {
       const entry = this.header.timelines[view.chosen[0]];
@@ -425,11 +428,17 @@ function unitOf(header, length, end) {
   return fine[1] < scale ? { name: fine[0], scale: fine[1] } : { name, scale };
 }
 
-function formatTime(header, seconds) {
-  if (header.unit === "unit") return `${Number(seconds.toPrecision(6))} units`;
+function formatTime(header, seconds, digits = 4) {
+  if (header.unit === "unit") return `${Number(seconds.toPrecision(digits + 2))} units`;
   const size = Math.abs(seconds);
   const [name, scale] = [["s", 1], ["ms", 1e-3], ["us", 1e-6]].find(([, each]) => size >= each) ?? (size ? ["ns", 1e-9] : ["s", 1]);
-  return `${Number((seconds / scale).toPrecision(4))} ${name}`;
+  return `${Number((seconds / scale).toPrecision(digits))} ${name}`;
+}
+
+// Two times with as many digits as show the difference.
+function fromTo(header, start, end) {
+  const digits = end > start ? Math.min(Math.max(4, Math.ceil(Math.log10(end / (end - start))) + 3), 12) : 4;
+  return `${formatTime(header, start, digits)} to ${formatTime(header, end, digits)}`;
 }
 
 // Of a schedule without a model: forwards whose backward is still to come.

@@ -112,8 +112,9 @@ class Track {
 }
 
 // All rows of a view, from top to bottom: { entry, rank, ranks, y, height, tracks: [{ track, y, height }], memory }.
-function rowsOf(header, view, tracks) {
-  const rows = [], places = new Map();
+// Heights are multiplied by `stretch`.
+function rowsOf(header, view, tracks, stretch) {
+  const rows = [], places = new Map(), size = (name) => Math.round(HEIGHTS[name] * stretch);
   let y = 0;
   header.timelines.forEach((entry) => {
     entry.ranks.forEach((name, rank) => {
@@ -140,14 +141,14 @@ function rowsOf(header, view, tracks) {
         const role = entry.lanes[track.lane].role;
         const isMessage = role === "send" || role === "receive";
         if (role !== "compute" && (folded || (isMessage ? !view.shows.messages : !view.shows.collectives))) continue;
-        const height = role !== "compute" ? HEIGHTS[isMessage ? "message" : "collective"] : folded ? HEIGHTS.thin : HEIGHTS.compute;
+        const height = size(role !== "compute" ? (isMessage ? "message" : "collective") : folded ? "thin" : "compute");
         row.tracks.push({ track, y: at, height, role, name: entry.lanes[track.lane].name });
         at += height + (role === "compute" ? 3 : 1);
       }
       const samples = entry.samples[rank];
       if (view.shows.memory && !folded && samples.hi > samples.lo) {
         const parts = view.shows.components ? entry.memory_parts : [];
-        row.memory = { y: at + 2, height: parts.length ? HEIGHTS.components : HEIGHTS.memory, parts };
+        row.memory = { y: at + 2, height: size(parts.length ? "components" : "memory"), parts };
         at += row.memory.height + 4;
       }
       row.height = at - y;

@@ -32,11 +32,11 @@ function bytesOf(base64) {
 
 // Where ranks begin in the columns, and of every rank which others do the same.
 function completed(entry) {
+  const { rank, lane, stage, pair_stage, num_spans: count } = entry;
   entry.tracks = entry.ranks.map(() => []);
-  const count = entry.num_spans;
   for (let lo = 0, hi; lo < count; lo = hi) {
-    for (hi = lo + 1; hi < count && entry.rank[hi] === entry.rank[lo] && entry.lane[hi] === entry.lane[lo]; hi++);
-    entry.tracks[entry.rank[lo]].push({ lane: entry.lane[lo], lo, hi });
+    hi = endOfRun(lo, count, (i) => rank[i] === rank[lo] && lane[i] === lane[lo]);
+    entry.tracks[rank[lo]].push({ lane: lane[lo], lo, hi });
   }
   entry.gaps = ranges(entry.gap_rank, entry.ranks.length);
   entry.samples = ranges(entry.memory_rank, entry.ranks.length);
@@ -45,8 +45,8 @@ function completed(entry) {
     for (const { lane, lo, hi } of tracks) {
       if (entry.lanes[lane].role !== "compute") continue;
       for (let i = lo; i < hi; i++) {
-        if (entry.stage[i] >= 0) stages.add(entry.stage[i]);
-        if (entry.pair_stage[i] >= 0) stages.add(entry.pair_stage[i]);
+        if (stage[i] >= 0) stages.add(stage[i]);
+        if (pair_stage[i] >= 0) stages.add(pair_stage[i]);
       }
     }
     return stages;
@@ -60,11 +60,25 @@ function completed(entry) {
   });
 }
 
+// The first place behind `lo` that is not the same as it, in an order that keeps the same together: by steps that double,
+// then a search between the last two.
+function endOfRun(lo, count, isSame) {
+  let step = 1;
+  while (lo + step < count && isSame(lo + step)) step *= 2;
+  let from = lo + (step >> 1), until = Math.min(lo + step, count);
+  while (from + 1 < until) {
+    const middle = (from + until) >> 1;
+    if (isSame(middle)) from = middle;
+    else until = middle;
+  }
+  return until;
+}
+
 // Where each value begins and ends in an ascending column.
 function ranges(column, count) {
   const found = Array.from({ length: count }, () => ({ lo: 0, hi: 0 }));
   for (let lo = 0, hi; lo < column.length; lo = hi) {
-    for (hi = lo + 1; hi < column.length && column[hi] === column[lo]; hi++);
+    hi = endOfRun(lo, column.length, (i) => column[i] === column[lo]);
     found[column[lo]] = { lo, hi };
   }
   return found;

@@ -374,3 +374,66 @@ def test_a_schedule_of_one_s_own_has_sliders_and_its_findings(browser, tmp_path,
     assert browser.run("[page.header.timelines[0].source, page.header.timelines[0].makespan_s]") == ["two", 9]
     assert browser.run("document.getElementById('sliders').hidden") is False
     assert browser.run("document.getElementById('size-p').disabled") is True
+
+
+def test_the_legend_has_the_causes_that_occur_and_a_recording_s_unexplained_idle_time_is_called_so(opened, full):
+    browser = opened(full)
+    legend = browser.run("page.legendOfCauses.textContent")
+    assert "idle: warm-up" in legend and "idle: replicas" in legend and "dp-sync" not in legend
+    browser = opened(replace(full, source="measured"))
+    legend = browser.run("page.legendOfCauses.textContent")
+    assert "replicas" not in legend and "idle: not explained" in legend
+
+
+def test_arrows_and_outlines_do_not_cross_the_names_of_ranks(opened, step):
+    """Zoomed to where the chosen action began long before what is seen."""
+    browser = opened(step.timeline)
+    browser.run(
+        "page.choose(0, 3), page.view.set(page.header.timelines[0].end[3] * 0.98, page.view.end), page.redraw()"
+    )
+    browser.settle()
+    chosen = matplotlib.image.imread(io.BytesIO(browser.screenshot()))
+    browser.run("page.view.chosen = null, page.redraw()")
+    browser.settle()
+    top = int(browser.run("document.getElementById('canvas').getBoundingClientRect().top")) + 31
+    names = matplotlib.image.imread(io.BytesIO(browser.screenshot()))[top : top + 300, :128]
+    assert (chosen[top : top + 300, :128] == names).all() and len(np.unique(names)) > 2
+
+
+def test_rows_grow_where_there_is_room_and_print_has_all_of_them_and_the_whole_width(opened, step):
+    browser = opened(step.timeline)
+    height = "page.rows[0].tracks[0].height"
+    browser.size(1280, 2160)
+    browser.settle()
+    assert browser.run(height) == 48
+    browser.size(1280, 400)
+    browser.settle()
+    assert browser.run(height) == 24
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    browser.size(700, 400)
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    box = json.loads(browser.run("JSON.stringify(document.getElementById('canvas').getBoundingClientRect())"))
+    assert box["right"] <= 700 and browser.run("page.painter.height >= page.rows.total")
+    browser.run("dispatchEvent(new Event('afterprint'))")
+    browser.call("Emulation.setEmulatedMedia", media="screen")
+    browser.size(1280, 800)
+    browser.settle()
+    assert browser.run("page.painter.height < 800 && page.painter.width === 1280")
+
+
+def test_letters_and_arrows_in_a_choice_of_schedules_are_the_choice_s_own(browser, tmp_path):
+    (tmp_path / "page.html").write_text(schedules_to_html(catalog(["GPipe", "1F1B"]), "two"))
+    browser.open(tmp_path / "page.html")
+    browser.run("document.getElementById('name-a').focus()")
+    theme = browser.run("page.view.theme")
+    browser.press("t")
+    assert browser.run("page.view.theme") == theme
+
+
+def test_times_have_the_digits_that_show_a_short_action(opened):
+    timeline = run_schedule(lower(build("1F1B", pp=2, num_microbatches=2)), send_s=1e-6)
+    browser = opened(timeline)
+    span = browser.run("[...page.header.timelines[0].kind].indexOf(page.header.kinds.indexOf('SEND_B'))")
+    browser.run(f"page.choose(0, {span})")
+    begin, end = details(browser).partition("from ")[2].partition(" on rank")[0].split(" to ")
+    assert begin != end
