@@ -46,6 +46,7 @@ def everything(folder: Path, steps: int) -> list[str]:
         command = [sys.executable, "-m", "shardproof", "tokenize", str(folder / f"{name}.jsonl"), "--append-eod"]
         subprocess.run([*command, "--tokenizer", "bytes", "-o", str(folder / name)], check=True, capture_output=True)
     settings = {
+        "model.vocab_size": 258,
         "batch.global": 8,
         "batch.rampup": [4, 2, 3 * steps],
         "optimizer.schedule": "wsd",
