@@ -27,6 +27,7 @@ from shardproof.backend.base.urls import Place, UrlPath, place_of
 from shardproof.backend.checkpoint.resume import path_of, resumption, saved_in
 from shardproof.backend.checkpoint.tensors import Piece, read_tensors
 from shardproof.backend.checkpoint.whole import contents_of
+from shardproof.backend.launching import launch
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.commands.cli import main
@@ -145,6 +146,9 @@ def test_a_run_left_and_resumed_under_another_layout_has_the_bits_of_one_undistu
     train = TRAIN[ranks]
     if place == "s3":
         request.getfixturevalue("way")
+        for server in launch._servers():  # its ranks have the environment that it was started in
+            server.close()
+        launch._servers().clear()
     name = str(tmp_path / "left") if place == "disk" else f"s3://bucket/left-{seed}"
     (steps, held_out), _ = train(saving(run.first, run, str(tmp_path / "whole")), None, None)
     assert not all(skipped for *_, skipped in steps)
