@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 
 PLAN = ("--model", "tiny-llama", "--tp", "2", "--dtype", "fp32", "--transport", "shm")
-KEPT = 2
+NUM_RETAINED = 2
 """Checkpoints that stay with `--everything`."""
 NUM_SAMPLES = 100
 WARM_UP = NUM_SAMPLES // 5
@@ -59,7 +59,7 @@ def everything(folder: Path, steps: int) -> list[str]:
         "train.eval_every": steps // 20,
         "checkpoint.folder": folder / "saved",
         "checkpoint.every": steps // 20,
-        "checkpoint.keep": KEPT,
+        "checkpoint.keep": NUM_RETAINED,
         "log.timers": 2,
     }
     return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]

@@ -346,7 +346,7 @@ def test_a_forward_waits_for_the_gather_before_it_and_not_for_the_one_before_tha
     from shardproof.backend.pipeline.executor import Mail, Pass, Trace, gathers_before
     from shardproof.backend.watch.watch import RankWatch
 
-    row = [Action.from_str(each) for each in "0UNSHARD 0F2 0RESHARD 0UNSHARD 0F3 0RESHARD".split()]
+    row = [Action.from_str(each) for each in ["0UNSHARD", "0F2", "0RESHARD", "0UNSHARD", "0F3", "0RESHARD"]]
     needs = gathers_before(row)
     current = Pass((), Mail(), None, Trace(), RankWatch().place(total=len(row)), needs=needs)
     current.gather(0, None)
