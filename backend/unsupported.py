@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 from ..core.plan.batch_sizes import sizes_of
-from ..core.plan.plan import AnyPlan, ModularPlan, ModulePlan, Plan
+from ..core.plan.plan import AnyPlan, ModularPlan, Plan
 from ..core.plan.schedule_choice import named_schedule
 from ..core.plan.schedule_of import schedule_for
 from ..core.plan.sections import ScheduleChoice
@@ -77,9 +77,6 @@ def _unsupported_batches(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     if plan.batch.stays:
         return
     key = "batch.schedule" if plan.batch.rampup is None else "batch.rampup"
-    yield isinstance(plan, ModulePlan), f"{key} with [[modules]]", f"one batch.global, without {key}"
-    by_layer = bool(plan.runtime.cuda_graphs) and plan.runtime.cuda_graph_scope == "layer"
-    yield by_layer, f'runtime.cuda_graph_scope="layer" with {key}', "step"
     sharded = {sums_are_sharded(plan.of_size(size)) for size in sizes_of(plan.batch)}
     yield (
         len(sharded) > 1,

@@ -12,6 +12,13 @@ Outcome: on a machine that others kept busy (load 8 on 2 cores) the clock and th
 either way; the calls that save held steps up for 0.30 s of a save, waiting for slower peers among it, against 0.78 s
 where saves are waited for. So 2 % of steps of 0.32 s come from 47 steps between saves on, and from 121 on.
 
+Second prediction (2026-11-27), for files that are written like the one before and for answers that are read with the
+loss: of 12 MB and 60 tensors the writer took 50 to 59 ms of processor for DCP's writer and takes 17 to 19 ms, 4 of them
+with Python's lock; the training thread's calls are some 5 ms of processor (a copy of 12 MB), and steps that do not save
+wait for nobody in them. So a save holds steps up for a tenth of the 0.30 s on the same busy machine.
+
+Outcome: docs/measurements.md.
+
 A round is all steps from one save to the next; its seconds per step are those of the clock, of the processor in the
 thread that trains, and of the processor in the whole rank. Medians of rounds; ratios are of one run.
 """

@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 
 PLAN = ("--model", "tiny-llama", "--tp", "2", "--dtype", "fp32", "--transport", "shm")
-KEPT = 2
+NUM_RETAINED = 2
 """Checkpoints that stay with `--everything`."""
 NUM_SAMPLES = 100
 WARM_UP = NUM_SAMPLES // 5
@@ -46,6 +46,7 @@ def everything(folder: Path, steps: int) -> list[str]:
         command = [sys.executable, "-m", "shardproof", "tokenize", str(folder / f"{name}.jsonl"), "--append-eod"]
         subprocess.run([*command, "--tokenizer", "bytes", "-o", str(folder / name)], check=True, capture_output=True)
     settings = {
+        "model.vocab_size": 258,
         "batch.global": 8,
         "batch.rampup": [4, 2, 3 * steps],
         "optimizer.schedule": "wsd",
@@ -58,7 +59,7 @@ def everything(folder: Path, steps: int) -> list[str]:
         "train.eval_every": steps // 20,
         "checkpoint.folder": folder / "saved",
         "checkpoint.every": steps // 20,
-        "checkpoint.keep": KEPT,
+        "checkpoint.keep": NUM_RETAINED,
         "log.timers": 2,
     }
     return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]

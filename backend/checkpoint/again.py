@@ -163,13 +163,13 @@ class Frames:
         blocks = []
         try:
             with (path / name).open("wb") as file:
-                for piece, around, (tensor, fields, place) in zip(
+                for piece, packing, (tensor, fields, place) in zip(
                     share.pieces, self._zips, self._written["blocks"], strict=True
                 ):
                     values = bytes_of(piece.tensor)
-                    file.write(around.before)
+                    file.write(packing.before)
                     file.write(values)
-                    file.write(around.behind_of(zlib.crc32(values)))
+                    file.write(packing.behind_of(zlib.crc32(values)))
                     blocks.append([tensor, fields | {"digest": digest_of(values)}, place])
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""`asked`: what all ranks must know of each other after every step: whether one was told to stop, and how their parts
+"""`asked`: what all ranks must know of each other after every step: whether one was asked to stop, and how their parts
 of a checkpoint are getting on.
 
 A host that read it by itself would wait for its device once more in every step. So it is a number that the device

@@ -111,12 +111,24 @@ class Pass:
     reduce_gradients: Callable[[int], None] | None = None
     step: Callable[[dict[int, Tensor]], None] | None = None
     early: EarlyReduction | None = None
+    needs: Mapping[Action, int] = field(default_factory=dict)
+    gathers: Counter[int] = field(default_factory=Counter)
     gathered: dict[int, Moment] = field(default_factory=dict)
     times: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
+
+    def gather(self, stage: int, moment: Moment) -> None:
+        """The weights of a stage are together from that moment on, once more."""
+        self.gathers[stage] += 1
+        self.gathered[stage] = moment
 
     def forget(self, stage: int) -> None:
         """The weights of a stage are no longer together."""
         self.gathered.pop(stage, None)
+
+    def has_weights(self, action: Action) -> bool:
+        """Whether those of the UNSHARD before an action are together: not that they still are, as the lane that frees
+        them may be behind."""
+        return action.stage in self.gathered and self.gathers[action.stage] == self.needs[action]
 
     def watch(self, action: Action | None) -> AbstractContextManager[object]:
         """Where a lane's thread (None), or one of its actions, runs."""
@@ -195,6 +207,7 @@ class Executor:
         self._row_order = row_order
         self._graphs = graphs
         self._unsharded = {action.stage for action in self.row if action.kind is Kind.UNSHARD}
+        self._needs = gathers_before(self.row)
         self._watch.walks(self.row)
 
     def train(
@@ -219,7 +232,7 @@ class Executor:
             current = Pass(
                 own, Mail(), clock, Trace(), place, meter=meter, reduce_gradients=reduce_gradients, step=step
             )
-            current = replace(current, early=early)
+            current = replace(current, early=early, needs=self._needs)
             if early is not None:
                 parts = (part for action in self.row for part in action.parts)
                 early.begin(current.mail, Counter(part.stage for part in parts if part.kind is Kind.F))
@@ -239,7 +252,9 @@ class Executor:
 
         def given(own: Sequence[Any]) -> Given:
             place = self._watch.place(total=len(self.forward_row))
-            return self._give(self.forward_row, Pass(own, Mail(), clock, Trace(), place))
+            return self._give(
+                self.forward_row, Pass(own, Mail(), clock, Trace(), place, needs=gathers_before(self.forward_row))
+            )
 
         with torch.no_grad():
             if self._graphs is None:
@@ -364,7 +379,7 @@ class Executor:
         elif action.kind is Kind.UNSHARD:
             self._weights[stage].gather()
             moment = now(current.clock.device)
-            current.mail.notify(lambda: current.gathered.update({stage: moment}))
+            current.mail.notify(lambda: current.gather(stage, moment))
         else:
             current.mail.notify(lambda: current.forget(stage))
             self._weights[stage].free()
@@ -433,9 +448,9 @@ class Executor:
 
     def _await_weights(self, action: Action, current: Pass) -> None:
         """Returns when a stage that rests in parts has come together."""
-        if action.stage in self._unsharded and action.stage not in current.gathered:
+        if action.stage in self._unsharded and not current.has_weights(action):
             current.place.waits(action, needs=f"lane {DP_LANE}")
-            current.mail.wait_until(lambda: action.stage in current.gathered)
+            current.mail.wait_until(lambda: current.has_weights(action))
         if action.stage in self._unsharded:
             wait_for(current.gathered[action.stage], current.clock.device)
 
@@ -532,3 +547,12 @@ def forward_only(row: Sequence[Action]) -> list[Action]:
             forward.append(gathers.pop(action.stage))
         forward.append(action)
     return forward
+
+
+def gathers_before(row: Sequence[Action]) -> dict[Action, int]:
+    """For every action how often the weights of its stage have come together before it in a row."""
+    counts, found = Counter[int](), dict[Action, int]()
+    for action in (part for each in row for part in each.parts):
+        counts[action.stage] += action.kind is Kind.UNSHARD
+        found[action] = counts[action.stage]
+    return found

@@ -12,9 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...core.plan.batch_sizes import sizes_of
 from ...core.plan.plan import ModularPlan, ModulePlan
 from ...core.plan.schedule_of import part_schedule
 from ...core.program.bridge import BridgeMessage, Grid, bridge_messages, stage_grid
+from ...core.schedule.schedule import Schedule
 from ..base.microbatch import Microbatch
 from ..base.observe import Observer
 from ..pipeline.bridge import BridgeReceiver, BridgeSender
@@ -24,43 +26,83 @@ Direction = Literal["F", "B"]
 
 
 class Joined:
-    """What joins a rank's module to the others: its `schedule`, the group of `world`, and lines to
-    modules before and behind.
+    """What joins a rank's module to the others: the `schedule` of its part, the group of `world`, and lines to modules
+    before and behind; schedule and lines are those of global batches of one size, at first of the largest.
 
     All ranks of the world make it, before anything else is opened.
     """
 
     def __init__(self, transport: Transport, plan: ModularPlan, part: ModulePlan):
         here = part.layout.coordinates(transport.global_rank)
-        self.schedule = part_schedule(plan, part, part.microbatches_of(here["dp"]))
         self.world = transport.group("modules", "modules", range(transport.world_size))
-        self._pp_rank = here["pp"]
         self._peers: dict[int, int] = {}
-        lines: dict[tuple[Direction, bool], list[Line]] = {}
         for source, target in plan.joins:
-            end = source if part.name == source.name else target if part.name == target.name else None
-            if end is None or here["pp"] != (part.layout.pp - 1 if end is source else 0):
-                continue
-            before, behind = _grid(source, source.layout.pp - 1), _grid(target, 0)
-            ways: tuple[tuple[Direction, Grid, Grid], ...] = (("F", before, behind), ("B", behind, before))
-            peer, outside = (target, part.layout.pp) if end is source else (source, -1)
-            self._peers.setdefault(outside, peer.layout.global_rank(pp=0 if end is source else peer.layout.pp - 1))
-            for direction, giving, taking in ways:
-                sending = (direction == "F") == (end is source)
-                name = f"{direction}/{source.name}-{target.name}"
-                lines.setdefault((direction, sending), []).append(
-                    _line(transport, name, giving, taking, part, sending=sending)
-                )
-        self._lines = {ends: JoinedLine(found) for ends, found in lines.items()}
+            if (end := _end_of(source, target, part, here["pp"])) is not None:
+                peer, outside = (target, part.layout.pp) if end is source else (source, -1)
+                self._peers.setdefault(outside, peer.layout.global_rank(pp=0 if end is source else peer.layout.pp - 1))
+        channels = Channels(transport)
+        sizes = sorted(sizes_of(plan.batch), reverse=True)
+        self._of_size = {size: _Joins(channels, plan.of_size(size), part.name, here) for size in sizes}
+        self.begin_batches_of(sizes[0])
+
+    def begin_batches_of(self, size: int) -> None:
+        """From here on `schedule` and `line` are those of global batches of that size."""
+        self._joins = self._of_size[size]
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the pipeline ranks of the module do."""
+        return self._joins.schedule
 
     def line(self, direction: Direction, *, sending: bool) -> JoinedLine:
         """The line to the modules behind or before, for hidden states (F) or gradients (B)."""
-        return self._lines[direction, sending]
+        return self._joins.lines[direction, sending]
 
     def peer(self, pp_rank: int) -> int:
         """A rank of the other module, that is called pipeline rank `pp_rank` here
         (`core.schedule.placement.ModulePlacement`)."""
         return self._peers[pp_rank]
+
+
+class Channels:
+    """This rank's channels to ranks of other modules, each opened once, whatever batches go through it."""
+
+    def __init__(self, transport: Transport):
+        self.transport = transport
+        self._opened: dict[str, Channel] = {}
+
+    def of(self, name: str, source: int, destination: int) -> Channel:
+        """The channel of that name."""
+        if name not in self._opened:
+            self._opened[name] = self.transport.channel(name, source, destination)
+        return self._opened[name]
+
+
+class _Joins:
+    """Schedule and lines of global batches of one size, which `plan` has."""
+
+    def __init__(self, channels: Channels, plan: ModularPlan, name: str, here: Mapping[str, int]):
+        part = plan.part_named(name)
+        self.schedule = part_schedule(plan, part, part.microbatches_of(here["dp"]))
+        lines: dict[tuple[Direction, bool], list[Line]] = {}
+        for source, target in plan.joins:
+            if (end := _end_of(source, target, part, here["pp"])) is None:
+                continue
+            before, behind = _grid(source, source.layout.pp - 1), _grid(target, 0)
+            ways: tuple[tuple[Direction, Grid, Grid], ...] = (("F", before, behind), ("B", behind, before))
+            for direction, giving, taking in ways:
+                sending = (direction == "F") == (end is source)
+                bridge = f"{direction}/{source.name}-{target.name}"
+                lines.setdefault((direction, sending), []).append(
+                    _line(channels, bridge, giving, taking, part, sending=sending)
+                )
+        self.lines = {ends: JoinedLine(found) for ends, found in lines.items()}
+
+
+def _end_of(source: ModulePlan, target: ModulePlan, part: ModulePlan, pp_rank: int) -> ModulePlan | None:
+    """The one of two joined modules that is `part`, where its pipeline rank is the one that they are joined at."""
+    end = source if part.name == source.name else target if part.name == target.name else None
+    return end if end is not None and pp_rank == (part.layout.pp - 1 if end is source else 0) else None
 
 
 class JoinedLine:
@@ -114,9 +156,9 @@ Line = list[BridgeSender] | list[BridgeReceiver]
 """The ends of one bridge, an end for every microbatch of the rank."""
 
 
-def _line(transport: Transport, name: str, source: Grid, destination: Grid, part: ModulePlan, *, sending: bool) -> Line:
+def _line(channels: Channels, name: str, source: Grid, destination: Grid, part: ModulePlan, *, sending: bool) -> Line:
     """This rank's ends of the bridge from one grid of whole batches to another."""
-    here, channels = transport.global_rank, {}
+    here, device, opened = channels.transport.global_rank, channels.transport.device, {}
     calls: dict[int, list[BridgeMessage]] = {}
     for bridged in bridge_messages(source, destination, part.batch.micro_size):
         ends = bridged.message.source, bridged.message.destination
@@ -124,8 +166,8 @@ def _line(transport: Transport, name: str, source: Grid, destination: Grid, part
             calls.setdefault(bridged.source_microbatch if sending else bridged.destination_microbatch, []).append(
                 bridged
             )
-            if ends not in channels:
-                channels[ends] = transport.channel(f"{name}/{ends[0]}-{ends[1]}", *ends)
+            if ends not in opened:
+                opened[ends] = channels.of(f"{name}/{ends[0]}-{ends[1]}", *ends)
     lo, hi = part.samples_of(part.layout.coordinates(here)["dp"])
     holding = (source if sending else destination).holding_of(here)
     assert holding is not None
@@ -133,12 +175,12 @@ def _line(transport: Transport, name: str, source: Grid, destination: Grid, part
 
     def lines(call: int) -> list[tuple[Any, Channel]]:
         found = calls.get(call, [])
-        return [(each.message, channels[each.message.source, each.message.destination]) for each in found]
+        return [(each.message, opened[each.message.source, each.message.destination]) for each in found]
 
     numbers = range((hi - lo) // part.batch.micro_size)
     if sending:
         return [BridgeSender(shape, lines(call)) for call in numbers]
-    return [BridgeReceiver(shape, lines(call), transport.device) for call in numbers]
+    return [BridgeReceiver(shape, lines(call), device) for call in numbers]
 
 
 def _grid(part: ModulePlan, pp_rank: int) -> Grid:

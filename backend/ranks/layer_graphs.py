@@ -153,6 +153,11 @@ class StageParts:
         self._parts: dict[Hashable, GraphedPart] = {}
         self._last: _Slot | None = None
 
+    def begin_slots(self, slots: Mapping[int, int]) -> None:
+        """From here on steps have other microbatches, with these slots: graphs of a slot know of a microbatch nothing
+        but what lies there, and stay."""
+        self._slots, self._last = slots, None
+
     def run(self, name: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
         """`function(*tensors)`, whether the device was given the work piece by piece or as a graph."""
         context, microbatch = self._context, self._context.microbatch

@@ -92,7 +92,7 @@ class TrainingRank:
     ):
         """`numerics` replaces the plan's own: that is where a verifier puts a fault. `joined` ties the plan's
         model to other modules."""
-        self._run = plan
+        self._run, self._joined = plan, joined
         # that of the steps which go on: of the largest batch until one begins
         self.plan = plan = plan.of_size(max(sizes_of(plan.batch)))
         self.transport = transport
@@ -193,6 +193,7 @@ class TrainingRank:
         self._graphed_size = plan.batch.global_size
         # By global batch, of those that steps had.
         self._executors = {plan.batch.global_size: self.executor}
+        self._parts: dict[int, StageParts] = {}
         if self.layer_graphs is not None:
             self._capture_layers(self.layer_graphs)
         self.loss_scale = LossScale.of(plan.precision)
@@ -220,13 +221,23 @@ class TrainingRank:
         return lambda: self._reduced.update(reduced)
 
     def _capture_layers(self, graphs: LayerGraphs) -> None:
-        row = self.executor.row
-        for stage, slots in slots_of(row).items():
+        for stage, slots in slots_of(self.executor.row).items():
             context = self.stages[stage].context
-            context.parts = StageParts(graphs, context, slots)
+            context.parts = self._parts[stage] = StageParts(graphs, context, slots)
         sharded = {stage: own for stage, own in self.data_parallel.items() if isinstance(own, ShardedStage)}
         if self.plan.layout.zero == 3:
-            gather_in_place(sharded, places_of(row, self.executor.forward_row))
+            others = [self._executor_of(self._run.of_size(size)) for size in sizes_of(self._run.batch)]
+            gather_in_place(sharded, places_of(*(row for each in others for row in (each.row, each.forward_row))))
+            self.transport.watch.walks(self.executor.row)
+
+    def _executor_of(self, plan: Plan) -> Executor:
+        """What walks over the row of global batches of the size that `plan` has, made once."""
+        size = plan.batch.global_size
+        if size not in self._executors:
+            num_microbatches = plan.microbatches_of(self.mesh.coordinates["dp"])
+            joined = None if self._joined is None else self._joined.schedule
+            self._executors[size] = self._new_executor(joined or lower(schedule_for(plan, num_microbatches)))
+        return self._executors[size]
 
     def _walk(self, name: str, step: int | None = None, *, replayed: bool = True) -> AbstractContextManager[None]:
         """Around what a rank does with its row, but for STEP of it in training."""
@@ -315,10 +326,12 @@ class TrainingRank:
         for stage, module in self.stages.items():
             module.begin_batches_of(plan)
             self.data_parallel[stage].begin_batches_of(num_microbatches)
-        size = plan.batch.global_size
-        if size not in self._executors:
-            self._executors[size] = self._new_executor(lower(schedule_for(plan, num_microbatches)))
-        self.executor = self._executors[size]
+        if self._joined is not None:
+            self._joined.begin_batches_of(plan.batch.global_size)
+        self.executor = self._executor_of(plan)
+        if self.layer_graphs is not None:
+            for stage, slots in slots_of(self.executor.row).items():
+                self._parts[stage].begin_slots(slots)
         self.transport.watch.walks(self.executor.row)
 
     def forwards(self, batch: Sequence[Microbatch]) -> Trace:

@@ -436,6 +436,24 @@ class ModularPlan:
             has_loss=module == self.modules[-1],
         )
 
+    @cached_property
+    def rates(self) -> Rates:
+        """Learning rate and weight decay of each step."""
+        return Rates.of(self.optimizer, self.train, self.batch)
+
+    def of_step(self, step: int) -> ModularPlan:
+        """As `Plan.of_step`."""
+        return self if self.batch.stays else self.of_size(batch_at(self.batch, step))
+
+    def of_size(self, global_size: int) -> ModularPlan:
+        """As `Plan.of_size`."""
+        if self.batch.stays:
+            assert global_size == self.batch.global_size, f"all batches have {self.batch.global_size} sequences"
+            return self
+        made = replace(self, batch=Batch(global_size, self.batch.micro_size, self.batch.sequence))
+        made.__dict__["rates"] = self.rates
+        return made
+
     def part_named(self, name: str) -> ModulePlan:
         """The plan of the module called `name`."""
         return next(part for part in self.parts if part.name == name)

@@ -330,6 +330,10 @@ def _by_layer(microbatches: int, **parts: Any) -> str:
     return text.replace(f"global = {parts['ranks']}", f"global = {microbatches}")
 
 
+def _batches(schedule: str, text: str) -> str:
+    return text.replace("[batch]", f'[batch]\nschedule = "{schedule}"')
+
+
 LAYER_PLANS = {
     "layer-tp2-pp2": _by_layer(4, model=_DROPOUT, ranks=4, layout="tp = 2\npp = 2"),
     "layer-zero-bubble": _by_layer(4, model=_DROPS, ranks=2, layout="pp = 2")
@@ -339,9 +343,13 @@ LAYER_PLANS = {
     "layer-zero3": _by_layer(4, ranks=4, layout="pp = 2\nvpp = 2\ndp = 2\nzero = 3").replace(
         "[data_parallel]", _ONE_STAGE
     ),
+    "layer-batches": _batches("0:4 4:8 12:4 16:8", _by_layer(8, model=_DROPS, ranks=2, layout="pp = 2")),
+    "layer-zero3-batches": _batches(
+        "0:4 4:8 12:4 16:8", _by_layer(8, ranks=4, layout="pp = 2\nvpp = 2\ndp = 2\nzero = 3")
+    ).replace("[data_parallel]", _ONE_STAGE),
     "layer-registered": _by_layer(4, ranks=2, layout="dp = 2\nzero = 2", data=EARLY)
     .replace('"exact"', '"fast"')
     .replace("[train]", '[communicators]\nregistered = ["dp"]\n[train]'),
 }
 """The same whose layers are captured: dropout, a split backward with recomputation, experts with a shared one and
-multi-token prediction, weights that rest in parts, buckets in memory that NCCL knows."""
+multi-token prediction, weights that rest in parts, batches that change, buckets in memory that NCCL knows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -181,11 +181,13 @@ def without_forwards(recorder: Recorder, evaluate: Callable[[], float]) -> float
 
 def _say_differences(plan: Plan, steps: int, global_rank: int, recorder: Recorder) -> None:
     dp_rank = plan.layout.coordinates(global_rank)["dp"]
-    schedule = lower(schedule_for(plan, plan.microbatches_of(dp_rank)))
-    step = step_of_rank(plan, schedule, global_rank)
-    expected = {
-        action: _foreseen(Counter({each: steps * count for each, count in of.items()})) for action, of in step.items()
-    }
+    whole: defaultdict[Action | None, Counter[Operation]] = defaultdict(Counter)
+    for each in map(plan.of_step, range(steps)):
+        for action, of in step_of_rank(
+            each, lower(schedule_for(each, each.microbatches_of(dp_rank))), global_rank
+        ).items():
+            whole[action] += Counter(of)
+    expected = {action: _foreseen(of) for action, of in whole.items()}
     recorded = {action: _foreseen(of) for action, of in recorded_by_action(recorder.events).items()}
     for action, (missing, more) in differences(expected, recorded).items():
         rule = "other-than-program" if action is not None else "without-action"

@@ -27,6 +27,7 @@ from shardproof.backend.base.urls import Place, UrlPath, place_of
 from shardproof.backend.checkpoint.resume import path_of, resumption, saved_in
 from shardproof.backend.checkpoint.tensors import Piece, read_tensors
 from shardproof.backend.checkpoint.whole import contents_of
+from shardproof.backend.launching import launch
 from shardproof.backend.trainer import TrainJob, train_rank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.commands.cli import main
@@ -41,7 +42,7 @@ CASES = [
     (21, "disk", THREADS),
     (9, "s3", THREADS),
     *((seed, "disk", THREADS) for seed in (1, 4, 6, 8, 10, 12)),
-    *((seed, "s3", THREADS) for seed in (2, 3, 5, 7, 11, 13)),
+    *((seed, "s3", THREADS) for seed in (2, 3, 5, 7, 13, 15)),
     *((seed, "disk", PROCESSES) for seed in (24, 25, 31)),
     *((seed, "s3", PROCESSES) for seed in (20, 26, 39)),
 ]
@@ -145,6 +146,10 @@ def test_a_run_left_and_resumed_under_another_layout_has_the_bits_of_one_undistu
     train = TRAIN[ranks]
     if place == "s3":
         request.getfixturevalue("way")
+    if place == "s3" and ranks == PROCESSES:
+        for server in launch._servers():  # its ranks have the environment that it was started in
+            server.close()
+        launch._servers().clear()
     name = str(tmp_path / "left") if place == "disk" else f"s3://bucket/left-{seed}"
     (steps, held_out), _ = train(saving(run.first, run, str(tmp_path / "whole")), None, None)
     assert not all(skipped for *_, skipped in steps)

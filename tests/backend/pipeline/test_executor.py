@@ -339,3 +339,19 @@ def test_a_message_is_shown_from_when_both_ends_are_there_in_its_own_pipeline():
 def test_a_send_is_taken_by_the_receive_of_the_neighbour_stage():
     assert str(receive_of(Action.from_str("1SEND_F4"))) == "2RECV_F4"
     assert str(receive_of(Action.from_str("3SEND_B0"))) == "2RECV_B0"
+
+
+def test_a_forward_waits_for_the_gather_before_it_and_not_for_the_one_before_that():
+    """Weights that are freed and gathered again with nothing in between: what is still there is about to go."""
+    from shardproof.backend.pipeline.executor import Mail, Pass, Trace, gathers_before
+    from shardproof.backend.watch.watch import RankWatch
+
+    row = [Action.from_str(each) for each in ["0UNSHARD", "0F2", "0RESHARD", "0UNSHARD", "0F3", "0RESHARD"]]
+    needs = gathers_before(row)
+    current = Pass((), Mail(), None, Trace(), RankWatch().place(total=len(row)), needs=needs)
+    current.gather(0, None)
+    assert [current.has_weights(row[place]) for place in (1, 4)] == [True, False]
+    current.forget(0)
+    assert not current.has_weights(row[4])
+    current.gather(0, None)
+    assert current.has_weights(row[4])

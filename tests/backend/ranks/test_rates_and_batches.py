@@ -35,6 +35,7 @@ from shardproof.core.plan.sections import (
     ScheduleChoice,
     Train,
 )
+from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.matrix.modules import plans
 
 STEPS, SAVED = 4, 2
@@ -251,10 +252,22 @@ def test_what_is_not_run_with_changing_batches_is_said(plan, what):
     assert any(what in problem for problem in unsupported(plan))
 
 
-def test_modules_with_changing_batches_are_refused():
-    _, plan = next(iter(plans()))
-    changing = replace(plan, batch=replace(plan.batch, rampup=(1, 1, 10)))
-    assert unsupported(plan) == [] and any("batch.rampup with [[modules]]" in each for each in unsupported(changing))
+MODULES = {
+    "one-tp2": "one -> tp2",
+    "tp2-dp2": "tp2 -> dp2",
+    "pp2-dp3": "pp2 -> dp3",
+    "joined": "cp3-tp2-sp + one -> dp2-tp2-sp",
+}
+
+
+@sampled("name", MODULES, on_push=1)
+def test_modules_whose_batches_change_have_the_bits_of_modules_that_are_not_cut(name):
+    """Batches of 3, 5 and 7 sequences: what crosses a bridge, and between which ranks, differs."""
+    plan = dict(plans())[MODULES[name]]
+    changing = replace(plan, batch=replace(plan.batch, rampup=(3, 2, 6)), train=replace(plan.train, steps=3))
+    assert [batch_at(changing.batch, step) for step in range(3)] == [3, 5, 7]
+    proof = prove(changing, transport="memory", steps=3)
+    assert proof.report["bits_different"] == 0 and not proof.findings
 
 
 def test_the_list_is_followed_as_it_is_written():
