@@ -35,14 +35,12 @@ def _source(model: ModelSpec, family: str, parameter: Parameter) -> Source:
     whole, _, kind = parameter.name.rpartition(".")
     theirs, place = _place(model, family, whole)
     stacked = parameter.expert and family in STACKED
-    expert = f"{EXPERT}." if parameter.expert and not stacked else ""
-    kind = "e_score_correction_bias" if kind == "expert_bias" else kind
+    kind = "e_score_correction_bias" if kind == "expert_bias" and family not in TABLES else kind
     ending = f".{kind}"
     if stacked and family == "gpt_oss":
         ending = "" if kind == "weight" else f"_{kind}"
-    names = tuple(
-        f"{theirs}{name.replace('experts.', f'experts.{expert}')}{ending}" for name in _names(model, family)[place]
-    )
+    own = _of_expert if parameter.expert and not stacked else str
+    names = tuple(f"{theirs}{own(name)}{ending}" for name in _names(model, family)[place])
     rows = item_rows(parameter)
     num_items = parameter.shape[item_dim(parameter) + parameter.expert] // rows - (
         model.padding_rows if place in _TABLES else 0
@@ -53,7 +51,13 @@ def _source(model: ModelSpec, family: str, parameter: Parameter) -> Source:
     return Source(parameter, parts, num_items, transposed, stacked)
 
 
-STACKED = ("granitemoe", "gpt_oss")
+def _of_expert(name: str) -> str:
+    """The module of one expert: `mlp.experts.{expert}.up_proj` of `mlp.experts.up_proj`."""
+    before, word, after = name.rpartition("experts.")
+    return f"{before}{word}{EXPERT}.{after}"
+
+
+STACKED = ("granitemoe", "gpt_oss", "megatron", "megatron-gated", "torchtitan-llama", "torchtitan-qwen")
 """Families whose files keep all experts in one tensor."""
 
 SIDE_BY_SIDE = ("glm4", "cohere2", "torchtitan-llama")

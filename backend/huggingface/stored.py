@@ -3,8 +3,10 @@ torchtitan's. Nothing in them is executed.
 
 Such a folder does not describe its model: that is the plan's. Which trainer it is follows from the tensors' names, as
 they were written down from megatron-core 0.16.1 (`core/models/gpt`, `core/transformer`) and torchtitan 0.3.0
-(`models/llama3/state_dict_adapter.py`). Megatron keeps all layers of a kind in one tensor whose first dimension is the
-layer's number, unless it was asked not to, and norms that its layers fuse with a product under the product's name.
+(`models/*/state_dict_adapter.py`). Megatron keeps all layers of a kind in one tensor whose first dimension is the
+layer's number, unless it was asked not to or layers differ, and norms that its layers fuse with a product under the
+product's name. Both keep all experts of a layer in one tensor, whichever of Megatron's classes computed them; with
+`singleton_local_shards` Megatron keeps each expert, and gates and up-projections, apart.
 """
 
 from __future__ import annotations
@@ -32,14 +34,31 @@ MEGATRON: Mapping[str, tuple[str, ...]] = {
     "layer.attention.qkv": ("self_attention.linear_qkv",),
     "layer.attention.query_norm": ("self_attention.q_layernorm",),
     "layer.attention.key_norm": ("self_attention.k_layernorm",),
+    "layer.attention.q": ("self_attention.linear_q_proj",),
+    "layer.attention.q_down": ("self_attention.linear_q_down_proj",),
+    "layer.attention.q_norm": ("self_attention.q_layernorm",),
+    "layer.attention.q_up": ("self_attention.linear_q_up_proj",),
+    "layer.attention.kv_down": ("self_attention.linear_kv_down_proj",),
+    "layer.attention.kv_norm": ("self_attention.kv_layernorm",),
+    "layer.attention.kv_up": ("self_attention.linear_kv_up_proj",),
     "layer.attention.output": ("self_attention.linear_proj",),
     "layer.mlp.norm": ("pre_mlp_layernorm",),
     "layer.mlp.up": ("mlp.linear_fc1",),
     "layer.mlp.down": ("mlp.linear_fc2",),
+    "layer.mlp.router": ("mlp.router",),
+    "layer.mlp.experts.up": ("mlp.experts.experts.linear_fc1",),
+    "layer.mlp.experts.down": ("mlp.experts.experts.linear_fc2",),
+    "layer.mlp.shared.up": ("mlp.shared_experts.linear_fc1",),
+    "layer.mlp.shared.down": ("mlp.shared_experts.linear_fc2",),
     "head.norm": ("decoder.final_layernorm",),
     "head.output": ("output_layer",),
 }
-MEGATRON_GATED: Mapping[str, tuple[str, ...]] = {**MEGATRON, "layer.mlp.up": ("mlp.linear_fc1",) * 2}
+_UPS = ("layer.mlp.up", "layer.mlp.experts.up", "layer.mlp.shared.up")
+MEGATRON_GATED: Mapping[str, tuple[str, ...]] = {**MEGATRON, **{up: MEGATRON[up] * 2 for up in _UPS}}
+MEGATRON_APART: Mapping[str, tuple[str, ...]] = {
+    **MEGATRON,
+    **{up: tuple(f"{name}_{part}" for name in MEGATRON[up] for part in "wv") for up in _UPS},
+}
 
 TORCHTITAN: Mapping[str, tuple[str, ...]] = {
     "embedding.tokens": ("tok_embeddings",),
@@ -47,10 +66,22 @@ TORCHTITAN: Mapping[str, tuple[str, ...]] = {
     "layer.attention.qkv": ("attention.wq", "attention.wk", "attention.wv"),
     "layer.attention.query_norm": ("attention.q_norm",),
     "layer.attention.key_norm": ("attention.k_norm",),
+    "layer.attention.q": ("attention.wq",),
+    "layer.attention.q_down": ("attention.wq_a",),
+    "layer.attention.q_norm": ("attention.q_norm",),
+    "layer.attention.q_up": ("attention.wq_b",),
+    "layer.attention.kv_down": ("attention.wkv_a",),
+    "layer.attention.kv_norm": ("attention.kv_norm",),
+    "layer.attention.kv_up": ("attention.wkv_b",),
     "layer.attention.output": ("attention.wo",),
     "layer.mlp.norm": ("ffn_norm",),
     "layer.mlp.up": ("feed_forward.w1", "feed_forward.w3"),
     "layer.mlp.down": ("feed_forward.w2",),
+    "layer.mlp.router": ("moe.router.gate",),
+    "layer.mlp.experts.up": ("moe.experts.w1", "moe.experts.w3"),
+    "layer.mlp.experts.down": ("moe.experts.w2",),
+    "layer.mlp.shared.up": ("moe.shared_experts.w1", "moe.shared_experts.w3"),
+    "layer.mlp.shared.down": ("moe.shared_experts.w2",),
     "head.norm": ("norm",),
     "head.output": ("output",),
 }
@@ -58,6 +89,7 @@ TORCHTITAN: Mapping[str, tuple[str, ...]] = {
 TABLES = {
     "megatron": MEGATRON,
     "megatron-gated": MEGATRON_GATED,
+    "megatron-apart": MEGATRON_APART,
     "torchtitan-llama": TORCHTITAN,
     "torchtitan-qwen": TORCHTITAN,
 }
@@ -69,6 +101,10 @@ _OTHER_NAMES = (
     (re.compile(r"^lm_head\."), "output."),
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_"), ".input_layernorm."),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_"), ".pre_mlp_layernorm."),
+    (re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_"), r".\1_layernorm."),
+    (re.compile(r"\.(weight|bias)_([wv])$"), r"_\2.\1"),
+    (re.compile(r"\.moe\.(?:routed_experts\.inner_)?experts\.(w[123])(?:_EFD|_EDF)?$"), r".moe.experts.\1.weight"),
+    (re.compile(r"\.moe\.expert_bias(?:_E)?$"), ".moe.router.gate.expert_bias"),
 )
 _STACKED = re.compile(r"^(decoder\.layers)\.([a-z].*)")
 _OURS = re.compile(r"(decoder|embedding|output_layer|layers|tok_embeddings|norm|output)\.")
@@ -100,7 +136,8 @@ class StoredFolder:
 
     def _family(self, model: ModelSpec) -> str:
         if "embedding.word_embeddings.weight" in self.files:
-            family = "megatron-gated" if model.gated else "megatron"
+            apart = any(name.endswith("linear_fc1_w.weight") for name in self.files)
+            family = "megatron-apart" if apart else "megatron-gated" if model.gated else "megatron"
         elif "tok_embeddings.weight" in self.files:
             family = "torchtitan-qwen" if model.qk_norm else "torchtitan-llama"
         else:

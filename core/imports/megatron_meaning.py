@@ -8,6 +8,7 @@ from ..base.findings import NOWHERE
 from ..plan.toml import Given
 from .account import Imported, Request, Setting
 from .megatron_command import LAUNCHER, training_command
+from .megatron_data import read_data
 from .megatron_layout import read_layout
 from .megatron_model import read_model
 from .megatron_occurrences import TrainingCommand
@@ -51,6 +52,7 @@ def imported_from(request: Request) -> Imported:
     read_runtime(reading, release=request.version)
     read_optimizer(reading)
     read_rates(reading, reading.value("batch", "global"))
+    read_data(reading)
     _cluster(reading, devices)
     settings = (*_launcher(command, request), *reading.finish())
     return Imported(

@@ -17,6 +17,7 @@ from .account import Request
 from .differences import lost_keys
 from .exported import Exported
 from .megatron_attention import attention_lines
+from .megatron_data import data_lines
 from .megatron_flags import UNDER, Direct
 from .megatron_meaning import imported_from
 from .megatron_optimizer import optimizer_lines
@@ -94,6 +95,7 @@ def arguments(plan: Plan) -> list[str]:
         *_precision(plan),
         *_recompute(plan),
         *_runtime(plan),
+        *data_lines(plan),
     ]
     return [" ".join([flag, *(shlex.quote(_shown(value)) for value in values)]) for flag, *values in found]
 

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ...backend.data.token_files import token_file_of
@@ -19,6 +20,7 @@ from ...backend.trainer import usual_transport
 from ...backend.unsupported import unsupported_graphs
 from ...core.base.divisors import divisors
 from ...core.base.errors import PlanError
+from ...core.base.urls import is_url
 from ...core.layout.layout import Layout
 from ...core.layout.routed_tokens import RoutedTokens
 from ...core.layout.stages import StageLayers, to_string
@@ -26,7 +28,7 @@ from ...core.machine.cluster_presets import cluster_preset
 from ...core.machine.variation import NO_VARIATION
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import count_parameters
-from ...core.plan.data_names import named_data
+from ...core.plan.data_names import STDLIB, named_data
 from ...core.plan.plan import AnyPlan, ModularPlan, Plan
 from ...core.plan.sections import Batch, Numerics, Train
 from ...core.schedule import CATALOG
@@ -284,9 +286,11 @@ def _shrink(plan: Plan, most_ranks: int) -> Plan:
 
 
 def _small_train(train: Train) -> Train:
-    """Without weights to load, and without token files: their ids are of a vocabulary that a twin has not."""
+    """Without weights to load, without token files, whose ids are of a vocabulary that a twin has not, and without data
+    that are not on this machine, as those of other people's configurations may be."""
     sources = [*named_data(train.data), *named_data(train.validation_data or "")]
-    if any(source.name and token_file_of(source.name) for source in sources):
+    names = [source.name for source in sources if source.name and source.name != STDLIB]
+    if any(is_url(name) or token_file_of(name) or not Path(name).exists() for name in names):
         train = replace(train, data=Train().data, validation_data=None, split=None)
     return replace(train, load=None)
 

@@ -120,8 +120,8 @@ def test_a_run_that_is_killed_while_it_copies_has_the_checkpoint_before(tmp_path
     with pytest.raises((RankFailure, KeyboardInterrupt)):
         train(tmp_path, Layout(dp=4, zero=1), 3, every=1, keep=1, copies=1, asynchronous=False)
     monkeypatch.undo()
-    kept = [[saved.steps for saved in saved_in(folder)] for folder in folders(tmp_path)]
-    assert kept == [[1, 2], [1], [1]]
+    found = [[saved.steps for saved in saved_in(folder)] for folder in folders(tmp_path)]
+    assert found == [[1, 2], [1], [1]]
     assert losses(train(tmp_path, Layout(dp=4, zero=1), 3, resume=True, copies=1)) == undisturbed[1:3]
 
 

@@ -60,6 +60,14 @@ def test_a_twin_draws_its_weights_instead_of_loading_those_of_the_whole() -> Non
     assert small.train.load is None and "train.load gpt3 -> None: to fit this host." in changes
 
 
+@pytest.mark.parametrize("data", ["/not/here/news_text_document", "s3://bucket/news", "1 /not/here/a 2 s3://b/c"])
+def test_a_twin_does_not_look_for_data_that_are_not_on_this_machine(data) -> None:
+    small, _ = twin(replace(gpt3(), train=Train(data=data, split="9,1")))
+    assert (small.train.data, small.train.split) == (Train().data, None)
+    here, _ = twin(replace(gpt3(), train=Train(data=__file__, split="9,1")))
+    assert (here.train.data, here.train.split) == (__file__, "9,1")
+
+
 def test_a_twin_has_the_id_that_its_sequences_are_filled_up_with() -> None:
     small, _ = twin(replace(gpt3(), train=Train(padded=True, ignore_token=50256)))
     assert small.train.ignore_token == 50256 < small.model.vocab_size <= 50258
