@@ -72,13 +72,7 @@ SINKS: Mapping[str, Any] = {
     "rope_layers": (1, 1, 0),
     "rope_dim": 2,
 }
-BLOOM: Mapping[str, Any] = {
-    "norm": "layernorm",
-    "position": "alibi",
-    "embedding_norm": True,
-    "activation": "gelu_tanh",
-    "bias": True,
-}
+BLOOM: Mapping[str, Any] = {**BIASED, "position": "alibi", "embedding_norm": True}
 MIXTURE: Mapping[str, Any] = {"experts_per_token": 2, "first_dense_layers": 1}
 GROUPS: Mapping[str, Any] = {"num_router_groups": 2, "router_groups_per_token": 1}
 FACTORS: Mapping[str, Any] = {"embedding_multiplier": 5.5, "residual_multiplier": 0.3, "logit_multiplier": 0.25}
@@ -126,7 +120,6 @@ class Problem:
             ("packed", "yes" if self.train.get("packed") else "no"),
             ("mtp", "yes" if self.model.get("num_mtp_layers") else "no"),
             ("qk_norm", "yes" if self.model.get("qk_norm") else "no"),
-            ("position", self.model.get("position", "rope")),
             ("windows", "by layer" if self.model.get("window_layers") else "none"),
             ("scores", _scores(self.model)),
             ("block", "parallel" if self.model.get("parallel_block") else "in turn"),
@@ -226,7 +219,7 @@ PROBLEMS: Mapping[str, Problem] = {
     problem.name: problem
     for problem in (
         Problem("gpt", "mha", {**BIASED, "tied_embeddings": True}),
-        Problem("gpt-packed", "mha", BIASED, dtype="bf16", train={"packed": True}),
+        Problem("bloom", "mha", BLOOM, dtype="bf16", train={"packed": True}),
         Problem("gpt-dropout", "mha", BIASED, dropout=0.1, train={"ignore_token": 32, "label_smoothing": 0.1}),
         Problem("gpt-bf16", "mha", {**BIASED, "tied_embeddings": True, "padding_rows": 3}, dtype="bf16", dropout=0.1),
         Problem("llama", "gqa", train={"z_loss": 1e-3}),
@@ -250,7 +243,6 @@ PROBLEMS: Mapping[str, Problem] = {
         Problem("qwen3", "gqa", {"qk_norm": True}, optimizer="muon"),
         Problem("capped", "gqa", {**CAPPED, "tied_embeddings": True, "activation": "geglu"}),
         Problem("sinks", "gqa", {**SINKS, "qkv_bias": True}, dtype="bf16"),
-        Problem("bloom", "gqa", {**BLOOM, "tied_embeddings": True}, train={"packed": True}),
         Problem("mla", "mla", {**LATENT, "q_lora_rank": 8, "tied_embeddings": True}, dropout=0.1),
         Problem(
             "mla-bf16",
