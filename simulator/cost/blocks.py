@@ -25,7 +25,7 @@ from ..compute.compute import (
     slowed_s,
     traffic_s,
 )
-from ..engine.seconds import NOTHING, Seconds
+from ..engine.seconds import NOTHING, Seconds, made_of
 from ..stack.casts import cast_bytes
 from ..stack.profile import Profile
 from ..stack.projections import second_products, separate, sum_bytes
@@ -72,11 +72,11 @@ class Part(NamedTuple):
     num_kernels: float = 0
 
     def __add__(self, other: Part) -> Part:  # type: ignore[override]
-        return Part(self.seconds + other.seconds, self.num_kernels + other.num_kernels)
+        return made_of(Part, (self.seconds + other.seconds, self.num_kernels + other.num_kernels))
 
     def times(self, count: int) -> Part:
         """The same part `count` times."""
-        return Part(self.seconds.times(count), self.num_kernels * count)
+        return made_of(Part, (self.seconds.times(count), self.num_kernels * count))
 
     def recomputed(self) -> Part:
         """The same part done a second time."""

@@ -115,7 +115,7 @@ class Pricing(CommunicationPricing):
         place = Place(stage, self._owners[stage][replica])
         return place if self._is_host else self._sending_class(kind, place)
 
-    def placed_alike(self) -> object:
+    def even_spreads(self) -> object:
         """Equal for plans of the same degrees whose layers cost the same wherever they lie in a pipeline, but for what
         a microbatch is and what is recomputed; None where layers of one plan do not, or on a calibrated host."""
         if self._is_host or not self.is_placed_evenly():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import add
 from typing import NamedTuple
 
 from ...core.base.errors import PlanError
@@ -10,6 +11,10 @@ from ...core.base.errors import PlanError
 GRID = 2.0**40
 """Prices are rounded to 1/GRID seconds (0.9 ps), so that sums of them are exact in float64 up to
 8,192 s, in any order."""
+
+
+made_of = tuple.__new__
+"""Makes a named tuple of its values in order, without the call in Python that takes them by name."""
 
 
 class Seconds(NamedTuple):
@@ -31,25 +36,15 @@ class Seconds(NamedTuple):
     other: float = 0.0
 
     def __add__(self, other: Seconds) -> Seconds:  # type: ignore[override]
-        return Seconds(
-            self.compute + other.compute,
-            self.recompute + other.recompute,
-            self.tp_comm + other.tp_comm,
-            self.cp_comm + other.cp_comm,
-            self.ep_comm + other.ep_comm,
-            self.pp_comm + other.pp_comm,
-            self.dp_comm + other.dp_comm,
-            self.optimizer + other.optimizer,
-            self.other + other.other,
-        )
+        return made_of(Seconds, map(add, self, other))
 
     def times(self, count: float) -> Seconds:
         """The same work `count` times."""
-        return Seconds(*(part * count for part in self))
+        return made_of(Seconds, [part * count for part in self])
 
     def on_grid(self) -> Seconds:
         """Every component rounded to the grid."""
-        return Seconds(*map(on_grid, self))
+        return made_of(Seconds, [on_grid(part) if part else 0.0 for part in self])
 
     def recomputed(self) -> Seconds:
         """The same work done a second time: what was compute counts as recompute."""
@@ -60,17 +55,8 @@ class Seconds(NamedTuple):
     @property
     def total_s(self) -> float:
         """All components together."""
-        return (
-            self.compute
-            + self.recompute
-            + self.tp_comm
-            + self.cp_comm
-            + self.ep_comm
-            + self.pp_comm
-            + self.dp_comm
-            + self.optimizer
-            + self.other
-        )
+        one, two, three, four, five, six, seven, eight, nine = self
+        return one + two + three + four + five + six + seven + eight + nine
 
 
 COMPONENTS = Seconds._fields

@@ -21,7 +21,6 @@ output and mask: 5as^2b bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from ...core.model.operators import Kind, Operator
 from ...core.model.roles import Role
@@ -36,7 +35,7 @@ def layer_nodes(tensors: LayerTensors, operators: tuple[Operator, ...]) -> tuple
     middle = operators.index(by_role[Role.ATTENTION_OUTPUT]) + 1
     attention = _attention(tensors, operators[:middle])
     if tensors.plan.model.parallel_block:  # what the MLP says of the gradient of the norm of both waits for attention
-        attention = (replace(node, transient_bytes=node.transient_bytes + tensors.hidden) for node in attention)
+        attention = (node._replace(transient_bytes=node.transient_bytes + tensors.hidden) for node in attention)
     mlp = (_experts if Role.ROUTER in by_role else _mlp)(tensors, by_role)
     has_norms = tensors.plan.model.post_norms
     behind = [_norm(tensors, role) for role in (Role.ATTENTION_POST_NORM, Role.MLP_POST_NORM) if has_norms]
@@ -51,13 +50,13 @@ def full_recompute(nodes: tuple[Node, ...], input_bytes: int, retained_bytes: in
     """A layer of which only the input is kept, or `retained_bytes` of it: everything else is dropped and comes back
     when the backward starts, with its output."""
     first, *rest = (
-        replace(
-            node, dropped_bytes=node.saved_bytes, recompute="layer", transient_bytes=node.transient_bytes + input_bytes
+        node._replace(
+            dropped_bytes=node.saved_bytes, recompute="layer", transient_bytes=node.transient_bytes + input_bytes
         )
         for node in nodes
     )
     return (
-        replace(first, dropped_bytes=first.saved_bytes - (input_bytes if retained_bytes is None else retained_bytes)),
+        first._replace(dropped_bytes=first.saved_bytes - (input_bytes if retained_bytes is None else retained_bytes)),
         *rest,
     )
 
@@ -68,7 +67,7 @@ def _selective(nodes: tuple[Node, ...], modules: tuple[str, ...]) -> Iterator[No
         given_up = [(module, num_bytes) for module, num_bytes in node.drops if module in modules and num_bytes]
         if given_up:
             dropped = min(node.saved_bytes, sum(num_bytes for _, num_bytes in given_up))
-            yield replace(node, dropped_bytes=dropped, recompute=given_up[0][0])
+            yield node._replace(dropped_bytes=dropped, recompute=given_up[0][0])
         else:
             yield node
 
@@ -94,8 +93,8 @@ def _operators_retained(
         "experts.down": tensors.hidden,
     }
     for node in nodes:
-        yield replace(
-            node, dropped_bytes=node.saved_bytes - min(node.saved_bytes, retained.get(node.name, 0)), recompute="layer"
+        yield node._replace(
+            dropped_bytes=node.saved_bytes - min(node.saved_bytes, retained.get(node.name, 0)), recompute="layer"
         )
 
 
@@ -357,7 +356,7 @@ def _mlp(tensors: LayerTensors, by_role: Mapping[Role, Operator]) -> Iterator[No
         tensors, "mlp.up", hidden, tensors.normalised, up, module=module, transient=hidden, has_norm=has_norm
     )
     # in a parallel block attention keeps what the MLP takes
-    yield replace(made, saved_bytes=0, drops=()) if tensors.plan.model.parallel_block else made
+    yield made._replace(saved_bytes=0, drops=()) if tensors.plan.model.parallel_block else made
     yield from _activated(tensors, "mlp", activation, tensors.tokens, hidden, work=tensors.gathered, modules=("mlp",))
 
 

@@ -9,7 +9,6 @@ until which a closure per layer holds its input and its output's gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ...core.layout.stage_parameters import stage_parameters
 from ...core.machine.host import EXCHANGED_BYTES
@@ -49,8 +48,7 @@ def _own(node: Node, tensors: LayerTensors) -> Node:
         weight = _lookup_bytes(tensors)
     elif _has_norm(node, tensors):
         inputs, gradients = inputs + hidden, gradients + hidden
-    return replace(
-        node,
+    return node._replace(
         backward_bytes=node.backward_bytes + weight,
         weight_bytes=weight,
         weight_input_bytes=inputs,

@@ -241,10 +241,10 @@ class _Hunt:
     def _possible(self) -> Iterator[Family]:
         """The families with what may fit of them."""
         for space in self._spaces:
-            for alike in siblings(families(space, self.tally, self.question.part)):
-                plan = alike[0].plan  # what is usable and what is shared go by the degrees alone
+            for equals in siblings(families(space, self.tally, self.question.part)):
+                plan = equals[0].plan  # what is usable and what is shared go by the degrees alone
                 fitting = Fitting(self._floors[_sharing(plan)], self._usable_bytes(plan), self.tally)
-                yield from filter(None, map(fitting.of, alike))
+                yield from filter(None, map(fitting.of, equals))
 
     def _usable_bytes(self, plan: Plan) -> int:
         usable, most = capacity_of(plan).usable_bytes, self.question.most_bytes

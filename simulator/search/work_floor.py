@@ -31,7 +31,7 @@ class WorkFloors:
         cut = (layout.tp, layout.cp, layout.cp_inner, layout.ep, layout.etp)
         place = (*cut, layout.pp, layout.dp, sharing)
         if place not in self._lying:
-            self._lying[place] = self._pricing_of(plan).placed_alike()
+            self._lying[place] = self._pricing_of(plan).even_spreads()
         lying = self._lying[place]
         if lying is None or (plan.recompute.mode == "full" and not recomputes_all(plan)):
             return 0.0

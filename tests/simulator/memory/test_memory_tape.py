@@ -19,15 +19,9 @@ from shardproof.simulator.memory.tape import EMPTY, Node, tape_memory
 from shardproof.simulator.stack.profiles import profile_of
 
 SIZES = st.integers(0, 9)
-NODES = st.builds(
-    Node,
-    name=st.just("node"),
-    saved_bytes=SIZES,
-    gradient_bytes=SIZES,
-    transient_bytes=SIZES,
-    forward_bytes=SIZES,
-    backward_bytes=SIZES,
-)
+NODES = st.builds(lambda *sizes: Node("node", *sizes), SIZES, SIZES, SIZES, SIZES, SIZES)
+"""What a node keeps, its gradient, others alive meanwhile, and the temporary tensors of forward and backward."""
+
 TAPES = st.lists(NODES, max_size=6)
 
 
