@@ -138,7 +138,7 @@ def lose(folder: Place, after: int) -> None:
             saved.path.remove() if isinstance(saved.path, UrlPath) else shutil.rmtree(saved.path)
 
 
-@sampled(("seed", "place", "ranks"), CASES, on_push=2)
+@sampled(("seed", "place", "ranks"), CASES, on_push=1)
 def test_a_run_left_and_resumed_under_another_layout_has_the_bits_of_one_undisturbed(
     seed, place, ranks, data, tmp_path, request
 ):
