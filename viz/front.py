@@ -73,13 +73,13 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _color(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
-    counts = [each["num_things"] for each in candidates]
-    return palette.ramp((candidate["num_things"] - min(counts)) / max(max(counts) - min(counts), 1))
+    counts = [each["num_mechanisms"] for each in candidates]
+    return palette.ramp((candidate["num_mechanisms"] - min(counts)) / max(max(counts) - min(counts), 1))
 
 
 def _legend(candidates: Sequence[Candidate]) -> Iterator[Mark]:
     """The colours of how plain a layout is."""
-    counts = {each["num_things"]: each for each in sorted(candidates, key=lambda each: each["num_things"])}
+    counts = {each["num_mechanisms"]: each for each in sorted(candidates, key=lambda each: each["num_mechanisms"])}
     yield Text(EDGE, 52.0, "things to set up besides data parallelism:", 10.5, palette.MUTED)
     x = EDGE + text_width("things to set up besides data parallelism:", 10.5) + 4.0
     for count, each in counts.items():

@@ -22,7 +22,7 @@ def candidate(step_s, gib, things=0, **layout):
         "schedule": "1F1B",
         "step_time_s": step_s,
         "peak_memory_bytes": gib * 2**30,
-        "num_things": things,
+        "num_mechanisms": things,
     }
 
 
@@ -34,7 +34,7 @@ def test_each_layout_is_a_disc_by_time_and_memory_darker_for_the_plainer():
     discs = [mark for mark in picture.marks if isinstance(mark, Line) and mark.fill not in ("", palette.PAPER)]
     legend, layouts = discs[:4], discs[4:]
     assert [mark.fill for mark in legend] == [palette.ramp(share / 3) for share in range(4)]
-    assert [mark.fill for mark in layouts] == [palette.ramp(each["num_things"] / 3) for each in FRONT]
+    assert [mark.fill for mark in layouts] == [palette.ramp(each["num_mechanisms"] / 3) for each in FRONT]
     centres = [(sum(x for x, _ in mark.points) / 20, sum(y for _, y in mark.points) / 20) for mark in layouts]
     assert centres[0][0] < centres[1][0] < centres[2][0] == centres[3][0] < centres[4][0]
     assert centres[1][1] < centres[0][1] < centres[3][1] < centres[2][1] < centres[4][1]
