@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from ..dcp.files import digest_of, digest_of_file
+from ..dcp.files import digest_of, digest_of_file, opened
 from .tensors import Share, bytes_of
 
 VALUES, ID = "data/0", ".data/serialization_id"
@@ -107,16 +107,18 @@ class Frames:
         self._described = []
         try:
             (name,) = written["files"]
-            content, end = (path / name).read_bytes(), 0
-            zips = []
-            for _, _, (first, length) in written["blocks"]:
-                if first != end:
-                    raise UnknownError("there is something between tensors")
-                end = first + length
-                zips.append(Zip.of(content[first:end]))
+            zips, end = [], 0
+            with opened(path / name) as reader:
+                for _, _, (first, length) in written["blocks"]:
+                    if first != end:
+                        raise UnknownError("there is something between tensors")
+                    end = first + length
+                    zips.append(Zip.of(bytes(reader.read(first, length))))
+                if end != reader.size:
+                    raise UnknownError("there is something behind tensors")
         except (UnknownError, ValueError):
             return
-        if end == len(content) and [key[0] for key in written["blocks"]] == [piece.name for piece in share.pieces]:
+        if [block[0] for block in written["blocks"]] == [piece.name for piece in share.pieces]:
             self._described = [piece.described for piece in share.pieces]
             self._zips, self._written = zips, dict(written)
 

@@ -21,9 +21,10 @@ from helpers.plans import training_plan
 from shardproof import Trainer
 from shardproof.backend.base.libraries import CHECKPOINTS
 from shardproof.backend.base.observe import Observer
+from shardproof.backend.checkpoint import again
 from shardproof.backend.checkpoint.resume import Saved, path_of, problem_of, resumption, saved_in
 from shardproof.backend.checkpoint.saver import Checkpoints
-from shardproof.backend.checkpoint.tensors import Piece, _SavePlanner
+from shardproof.backend.checkpoint.tensors import Piece
 from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.dcp.index import INDEX_FILE
 from shardproof.backend.launching.launch import Workers, preload
@@ -533,17 +534,17 @@ def test_a_damaged_checkpoint_is_named_and_not_taken_for_a_fault_of_a_rank(tmp_p
 
 
 def die_while_saving(transport, plan):
-    """Rank 1 is killed when the save after the second step asks for its third tensor."""
-    asked = [0]
-    values_of = _SavePlanner.resolve_data
+    """Rank 1 is killed when the save after the second step, which is written like the first, comes to its third
+    tensor."""
+    written, bytes_of = [], again.bytes_of
 
-    def resolve_data(self, write_item):
-        asked[0] += 1
-        if transport.global_rank == 1 and (Path(plan.checkpoint.folder) / "step-00000001").exists() and asked[0] >= 3:
+    def counted(tensor):
+        written.append(tensor)
+        if transport.global_rank == 1 and len(written) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return values_of(self, write_item)
+        return bytes_of(tensor)
 
-    _SavePlanner.resolve_data = resolve_data
+    again.bytes_of = counted
     train_rank(transport, TrainJob(plan, validate=False))
 
 
