@@ -147,10 +147,11 @@ class Frames:
                         raise UnknownError("there is something between tensors")
                     end = first + length
                     zips.append(Zip.of(Part(file.fileno(), first, length)))
-                size = os.fstat(file.fileno()).st_size
+                if end != os.fstat(file.fileno()).st_size:
+                    raise UnknownError("there is something behind tensors")
         except (UnknownError, ValueError):
             return
-        if end == size and [key[0] for key in written["blocks"]] == [piece.name for piece in share.pieces]:
+        if [block[0] for block in written["blocks"]] == [piece.name for piece in share.pieces]:
             self._described = [piece.described for piece in share.pieces]
             self._zips, self._written = zips, dict(written)
 

@@ -269,7 +269,8 @@ class Checkpoints:
             written = self._frames.write(folder, share)
             if written is None:
                 written = write_share(folder, share)
-                self._frames.learn(folder, share, written)
+                if snapshot:  # more will come
+                    self._frames.learn(folder, share, written)
             self._storage.upload_files(steps, written["files"])
             return written
 

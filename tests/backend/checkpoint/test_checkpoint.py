@@ -534,17 +534,17 @@ def test_a_damaged_checkpoint_is_named_and_not_taken_for_a_fault_of_a_rank(tmp_p
 
 
 def die_while_saving(transport, plan):
-    """Rank 1 is killed when the save after the second step asks for its third tensor."""
-    asked = [0]
-    values_of = again.bytes_of
+    """Rank 1 is killed when the save after the second step, which is written like the first, comes to its third
+    tensor."""
+    written, bytes_of = [], again.bytes_of
 
-    def bytes_of(tensor):
-        asked[0] += 1
-        if transport.global_rank == 1 and asked[0] >= 3:
+    def counted(tensor):
+        written.append(tensor)
+        if transport.global_rank == 1 and len(written) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return values_of(tensor)
+        return bytes_of(tensor)
 
-    again.bytes_of = bytes_of  # which the first save does not call: there is none before it
+    again.bytes_of = counted
     train_rank(transport, TrainJob(plan, validate=False))
 
 

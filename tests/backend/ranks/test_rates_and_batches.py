@@ -238,15 +238,11 @@ def test_a_checkpoint_of_a_version_without_ramps_is_no_beginning_of_one(tmp_path
     "plan, what",
     [
         (
-            tiny(runtime=Runtime(cuda_graphs=True, cuda_graph_scope="layer")),
-            'cuda_graph_scope="layer" with batch.rampup',
-        ),
-        (
             tiny(Layout(dp=2, zero=2), numerics=Numerics("fast"), batch={"schedule": "0:5 5:8"}),
             "layout.zero=2 in fast numerics with batch.schedule, of which some batches",
         ),
     ],
-    ids=("graphs", "sharded-sums"),
+    ids=("sharded-sums",),
 )
 def test_what_is_not_run_with_changing_batches_is_said(plan, what):
     assert any(what in problem for problem in unsupported(plan))
