@@ -79,7 +79,7 @@ class RankResult:
     how many steps were done before it; the rest is that of `TrainResult`.
     """
 
-    steps: tuple[StepResult, ...]
+    steps: Sequence[StepResult]
     validation_losses: dict[int, float]
     timeline: Timeline | None
     peaks: tuple[MeasuredPeak, ...] = ()
@@ -406,6 +406,7 @@ def run_steps(
     `resume` those that the checkpoint has behind it are among them; a run that saves is left when `transport.stop` says
     so. The weights then go to the folder `save_huggingface`, if it is given and all steps were done. `shown` says what
     is to be seen of the steps; by default nothing is."""
+    from .base.step_result import StepResults
     from .data.decoding import decoder_of
     from .huggingface.save import check_complete, save_weights
     from .monitoring.run_log import RunLog
@@ -442,7 +443,7 @@ def run_steps(
         check_complete(only_model(plan, "save_huggingface"), rank.saved_shards, world, transport.device)
     validate_at = validation_points(steps, plan.train.eval_every) if validate else ()
     validation_losses = {first: rank.evaluate()} if first in validate_at else {}
-    results: list[StepResult] = []
+    results = StepResults()
     recorded: tuple[list[Span], list[MemorySample], list[MeasuredPeak]] = ([], [], [])
     decode = None if plan.train.sample_every is None else decoder_of(plan.parts[-1])
     with RunLog(
@@ -483,7 +484,7 @@ def run_steps(
     newest = None if checkpoints is None or checkpoints.newest is None else str(checkpoints.newest)
     events = () if checkpoints is None else tuple(checkpoints.events)
     return RankResult(
-        tuple(results),
+        results,
         validation_losses,
         timeline,
         tuple(peak for rank in everyone for peak in rank[2]),

@@ -1,8 +1,11 @@
-"""`StepResult`: what a step came to. Whoever only reads results needs no torch."""
+"""`StepResult`: what a step came to, and `StepResults`: those of a run. Whoever only reads results needs no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +33,39 @@ class StepResult:
     skipped: bool = False
     learning_rate: float = 0.0
     num_microbatches: int = 0
+
+
+_VALIDATION = "validation_loss"
+_FROM_FLOAT = {"step": int, "num_tokens": int, "num_microbatches": int, "skipped": bool}
+_STORED = tuple(each.name for each in fields(StepResult) if each.name != _VALIDATION)
+
+
+class StepResults(Sequence[StepResult]):
+    """The results of steps, in their order, each in 88 bytes: a run may have millions, and every rank has them."""
+
+    def __init__(self) -> None:
+        self._numbers = array("d")
+        self._validation: dict[int, float] = {}
+
+    def append(self, result: StepResult) -> None:
+        """Adds the result of the next step."""
+        if result.validation_loss is not None:
+            self._validation[len(self)] = result.validation_loss
+        self._numbers.extend(float(getattr(result, name)) for name in _STORED)
+
+    def __len__(self) -> int:
+        return len(self._numbers) // len(_STORED)
+
+    @overload
+    def __getitem__(self, index: int) -> StepResult: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepResult]: ...
+    def __getitem__(self, index: int | slice) -> StepResult | list[StepResult]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        row = self._numbers[number * len(_STORED) : (number + 1) * len(_STORED)]
+        found: dict[str, Any] = {
+            name: _FROM_FLOAT.get(name, float)(value) for name, value in zip(_STORED, row, strict=True)
+        }
+        return StepResult(**found, validation_loss=self._validation.get(number))
