@@ -30,6 +30,7 @@ from .search.parts import merged, part_of
 from .search.progress import watching
 from .search.question import OBJECTIVES, Question
 from .search.search import REASONS, search
+from .search.simplicity import complexity
 from .search.why import reasons
 from .titles import of_last_batch
 
@@ -104,7 +105,8 @@ def run_plan(args: argparse.Namespace) -> int:
             say(f"shardproof plan: no layout fits, so {target} is not written.", sys.stderr)
     elif args.output is not None and args.output.endswith(PICTURES):
         target, args.output = args.output, None
-        service("draw_front")(report["candidates"], title, target)
+        mechanisms = [complexity(plan)[0] for plan in plans]
+        service("draw_front")(report["candidates"], mechanisms, title, target)
         say(f"written: {target}", sys.stderr)
     emit(args, partial(plan_text, title, report), report)
     return 0 if plans else 1

@@ -24,20 +24,23 @@ TABLE_SHARE = 0.45
 
 DISC, NUMBER = 5.0, 10.5
 GIB = 2.0**30
+_PLAINNESS = "things to set up besides data parallelism:"
 
 Candidate = Mapping[str, Any]
 """One of `candidates` in the JSON of `plan`."""
 
 
-def draw_front(candidates: Sequence[Candidate], title: str, path: str | Path, width: float = 1280.0) -> None:
-    """Writes the picture of ranked layouts. Raises `UnknownNameError` for a suffix other than `SUFFIXES`, `PlanError`
-    where no layout fits."""
+def draw_front(
+    candidates: Sequence[Candidate], mechanisms: Sequence[int], title: str, path: str | Path, width: float = 1280.0
+) -> None:
+    """Writes the picture of ranked layouts, each with how many mechanisms it takes besides data parallelism. Raises
+    `UnknownNameError` for a suffix other than `SUFFIXES`, `PlanError` where no layout fits."""
     suffix = Path(path).suffix
     if suffix not in SUFFIXES:
         raise UnknownNameError("picture suffix", suffix or str(path), SUFFIXES)
     if not candidates:
         raise PlanError(f"no layout fits, so there is nothing to draw in {path}.")
-    picture = lay_out_front(candidates, f"Layouts by time and memory: {title}", width)
+    picture = lay_out_front(candidates, mechanisms, f"Layouts by time and memory: {title}", width)
     if suffix == ".svg":
         write_bytes(path, to_svg(picture).encode())
     else:
@@ -46,20 +49,23 @@ def draw_front(candidates: Sequence[Candidate], title: str, path: str | Path, wi
         write_bytes(path, to_png(picture))
 
 
-def lay_out_front(candidates: Sequence[Candidate], title: str, width: float = 1280.0) -> Picture:
+def lay_out_front(
+    candidates: Sequence[Candidate], mechanisms: Sequence[int], title: str, width: float = 1280.0
+) -> Picture:
     """The picture of ranked layouts, whose places are those of the table of `plan`."""
     times = [each["step_time_s"] for each in candidates]
     memory = [each["peak_memory_bytes"] / GIB for each in candidates]
     plot = Plot(LEFT, TOP, width * (1 - TABLE_SHARE) - LEFT - EDGE, HEIGHT, _range(times), _range(memory))
     marks: list[Mark] = [Text(EDGE, 30.0, title, 16.0, bold=True)]
-    marks += _legend(candidates)
+    colors = _colors(mechanisms)
+    marks += _legend(colors)
     marks += plot.axes(ticks_between(*plot.x, 6)[0], ticks_between(*plot.y, 6)[0])
     marks.append(Text(EDGE, TOP - 12.0, "peak memory of the worst rank (GiB)", 10.5, palette.INK))
     marks.append(Text(LEFT + plot.width, plot.base + 34.0, "step time (s)", 10.5, palette.INK, "end"))
     marks += _stairs(plot, times, memory)
     places = [plot.place(*each) for each in zip(times, memory, strict=True)]
-    for place, each in zip(places, candidates, strict=True):
-        marks += point(place, _color(each, candidates), DISC)
+    for place, count in zip(places, mechanisms, strict=True):
+        marks += point(place, colors[count], DISC)
     marks += _numbers(places, plot)
     marks += _table(candidates, width * (1 - TABLE_SHARE) + EDGE)
     height = max(plot.base + 50.0, TOP + LINE * (len(candidates) + 1))
@@ -72,18 +78,18 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _color(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
-    counts = [each["num_mechanisms"] for each in candidates]
-    return palette.ramp((candidate["num_mechanisms"] - min(counts)) / max(max(counts) - min(counts), 1))
+def _colors(mechanisms: Sequence[int]) -> dict[int, str]:
+    """The colour of each number of mechanisms, ascending."""
+    low, high = min(mechanisms), max(mechanisms)
+    return {count: palette.ramp((count - low) / max(high - low, 1)) for count in sorted(set(mechanisms))}
 
 
-def _legend(candidates: Sequence[Candidate]) -> Iterator[Mark]:
+def _legend(colors: Mapping[int, str]) -> Iterator[Mark]:
     """The colours of how plain a layout is."""
-    counts = {each["num_mechanisms"]: each for each in sorted(candidates, key=lambda each: each["num_mechanisms"])}
-    yield Text(EDGE, 52.0, "things to set up besides data parallelism:", 10.5, palette.MUTED)
-    x = EDGE + text_width("things to set up besides data parallelism:", 10.5) + 4.0
-    for count, each in counts.items():
-        yield from point((x + 5.0, 48.4), _color(each, candidates), DISC)
+    yield Text(EDGE, 52.0, _PLAINNESS, 10.5, palette.MUTED)
+    x = EDGE + text_width(_PLAINNESS, 10.5) + 4.0
+    for count, color in colors.items():
+        yield from point((x + 5.0, 48.4), color, DISC)
         yield Text(x + 14.0, 52.0, str(count), 10.5, palette.MUTED)
         x += 34.0
     yield Text(x + 10.0, 52.0, "dashed: no layout is faster and holds less", 10.5, palette.MUTED)

@@ -702,7 +702,11 @@ class Checkpoint(Bounded, section="checkpoint"):
         read_by="backend.checkpoint.saver",
     )
     keep: int | None = option(
-        "how many of the newest stay", default=None, minimum=1, default_note="all", read_by="backend.checkpoint.saver"
+        "how many of the newest stay",
+        default=None,
+        minimum=1,
+        default_note="all",
+        read_by="backend.checkpoint.storage_choice",
     )
     copies: int | None = option(
         "folder is on each host's own disk, and so many other hosts have a copy of its files",

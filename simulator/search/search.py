@@ -328,6 +328,5 @@ def candidate(plan: Plan, report: Mapping[str, Any]) -> dict[str, Any]:
         "step_time_s": report["step_time_s"],
         "mfu": report["mfu"],
         "peak_memory_bytes": report["peak_memory_bytes"],
-        "num_mechanisms": complexity(plan)[0],
         **costs(plan.cluster, report["step_time_s"]),
     }

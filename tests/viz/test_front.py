@@ -14,7 +14,7 @@ from shardproof.viz.validation import Step, lay_out_validation
 LAYOUT = {"tp": 1, "pp": 1, "vpp": 1, "dp": 8, "cp": 1, "ep": 1, "etp": 1, "sequence_parallel": False, "zero": 0}
 
 
-def candidate(step_s, gib, things=0, **layout):
+def candidate(step_s, gib, **layout):
     return {
         "layout": {**LAYOUT, **layout},
         "batch": {"micro": 1},
@@ -22,19 +22,19 @@ def candidate(step_s, gib, things=0, **layout):
         "schedule": "1F1B",
         "step_time_s": step_s,
         "peak_memory_bytes": gib * 2**30,
-        "num_mechanisms": things,
     }
 
 
-FRONT = [candidate(1.0, 60, 3), candidate(1.1, 70, 1), candidate(2.0, 40, 2), candidate(2.0, 40.2, 2), candidate(3, 20)]
+FRONT = [candidate(1.0, 60), candidate(1.1, 70), candidate(2.0, 40), candidate(2.0, 40.2), candidate(3, 20)]
+MECHANISMS = [3, 1, 2, 2, 0]
 
 
 def test_each_layout_is_a_disc_by_time_and_memory_darker_for_the_plainer():
-    picture = lay_out_front(FRONT, "t")
+    picture = lay_out_front(FRONT, MECHANISMS, "t")
     discs = [mark for mark in picture.marks if isinstance(mark, Line) and mark.fill not in ("", palette.PAPER)]
     legend, layouts = discs[:4], discs[4:]
     assert [mark.fill for mark in legend] == [palette.ramp(share / 3) for share in range(4)]
-    assert [mark.fill for mark in layouts] == [palette.ramp(each["num_mechanisms"] / 3) for each in FRONT]
+    assert [mark.fill for mark in layouts] == [palette.ramp(count / 3) for count in MECHANISMS]
     centres = [(sum(x for x, _ in mark.points) / 20, sum(y for _, y in mark.points) / 20) for mark in layouts]
     assert centres[0][0] < centres[1][0] < centres[2][0] == centres[3][0] < centres[4][0]
     assert centres[1][1] < centres[0][1] < centres[3][1] < centres[2][1] < centres[4][1]
@@ -43,7 +43,7 @@ def test_each_layout_is_a_disc_by_time_and_memory_darker_for_the_plainer():
 
 
 def test_numbers_cover_neither_discs_nor_each_other():
-    marks = lay_out_front(FRONT, "t").marks
+    marks = lay_out_front(FRONT, MECHANISMS, "t").marks
     numbers = [mark for mark in marks if isinstance(mark, Text) and mark.anchor == "start" and mark.size == 10.5]
     boxes = [(m.x, m.y - 8.4, m.x + text_width(m.text, 10.5), m.y) for m in numbers if m.text in "12345" and m.y > 90]
     discs = [m.points for m in marks if isinstance(m, Line) and m.fill not in ("", palette.PAPER)][4:]
@@ -71,15 +71,15 @@ def test_the_verb_draws_its_answer(tmp_path, capsys):
     assert f"written: {tmp_path / 'front.svg'}" in printed.err and "layouts decided" in printed.out
     text = (tmp_path / "front.svg").read_text()
     assert "Layouts by time and memory: gpt2 on 2 devices" in text and "dp2" in text
-    draw_front(FRONT, "t", tmp_path / "front.png")
+    draw_front(FRONT, MECHANISMS, "t", tmp_path / "front.png")
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_draw_and_other_suffixes_are_refused(tmp_path):
     with pytest.raises(PlanError, match="no layout fits"):
-        draw_front([], "t", tmp_path / "x.svg")
+        draw_front([], [], "t", tmp_path / "x.svg")
     with pytest.raises(UnknownNameError):
-        draw_front(FRONT, "t", tmp_path / "x.gif")
+        draw_front(FRONT, MECHANISMS, "t", tmp_path / "x.gif")
     assert not list(tmp_path.iterdir())
 
 
