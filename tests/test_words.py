@@ -33,6 +33,9 @@ def tracked(*patterns: str) -> list[Path]:
 
 def in_names(text: str, words: set[str]) -> Iterator[str]:
     """The identifiers of a Python text that have one of `words`, as `line: name`. Names of tests are sentences."""
+    lower, others = "|".join(words), "|".join(form for word in words for form in (word.capitalize(), word.upper()))
+    if not re.search(rf"(?:(?<![a-z])(?:{lower})|{others})(?![a-z])", text):
+        return  # most texts: taking one apart takes long
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME and not token.string.startswith("test_"):
             found = {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", token.string)} & words

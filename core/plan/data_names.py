@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import shlex
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ class NamedData(NamedTuple):
     name: str
 
 
+@lru_cache(maxsize=256)
 def named_data(text: str) -> tuple[NamedData, ...]:
     """The sources that a text names: pairs of a weight and a name, where it is made of such pairs, else one name.
 
