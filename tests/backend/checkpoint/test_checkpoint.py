@@ -294,7 +294,7 @@ def test_checkpoints_come_every_so_many_steps_and_after_the_last_and_the_newest_
     train(replace(tiny(tmp_path / "all", steps=3), checkpoint=Checkpoint(str(tmp_path / "all"), every=1)))
     assert [saved.steps for saved in saved_in(tmp_path / "all")] == [1, 2, 3]
     assert resumption(plan, resume=True).saved.steps == 5, "there is nothing left to do"
-    assert train(plan, resume=path_of(tmp_path, 5)) == ()
+    assert not train(plan, resume=path_of(tmp_path, 5))
 
 
 def end_at(number: int, report: Path) -> None:
@@ -512,7 +512,7 @@ def test_a_run_does_not_go_on_with_another_text_than_it_was_saved_with(tmp_path)
     plan = replace(plan, train=replace(plan.train, data=str(tmp_path / "a.txt")))
     train(plan)
     moved = (tmp_path / "a.txt").rename(tmp_path / "moved.txt")
-    assert train(replace(plan, train=replace(plan.train, data=str(moved))), resume=path_of(tmp_path / "run", 1)) == ()
+    assert not train(replace(plan, train=replace(plan.train, data=str(moved))), resume=path_of(tmp_path / "run", 1))
     other = replace(plan, train=replace(plan.train, data=str(tmp_path / "b.txt"), steps=2))
     with pytest.raises(
         PlanError, match=r"text of \d+ bytes with SHA-256 .*, but train\.data=.*b\.txt.* so other samples would follow"
