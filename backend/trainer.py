@@ -413,16 +413,14 @@ def run_steps(
     from .monitoring.sampling import sampled
     from .pipeline.measure import gather_recorded
     from .ranks.rank_of_plan import training_rank
-    from .transport.gather_values import gather_values
 
     steps = plan.train.steps if steps is None else steps
     world = transport.everyone
     if plan.checkpoint.folder is not None:
-        # hosts may see a folder differently for a while: rank 0 decides; of their own folders one may be gone
-        found = gather_values(world, resume, transport.device)
-        resume = (
-            found[0] if plan.checkpoint.copies is None else next((each for each in found if each is not None), None)
-        )
+        # with torch's module for it, which takes longer to load than a small step
+        from .checkpoint.saver import Checkpoints, agreed_place
+
+        resume = agreed_place(plan, resume, world, transport.device)
     # the checkpoint's weights replace those
     started = plan if resume is None else replace(plan, train=replace(plan.train, load=None))
     rank = training_rank(transport, started, model=model, observer=observer)
@@ -430,9 +428,6 @@ def run_steps(
         say(f"warning: {note}", sys.stderr)
     checkpoints = None
     if plan.checkpoint.folder is not None:
-        # with torch's module for it, which takes longer to load than a small step
-        from .checkpoint.saver import Checkpoints
-
         checkpoints = Checkpoints(plan, rank.batches.corpus, world, transport.device, transport.watch)
     first, stopped_by = 0, None
     if checkpoints is not None:

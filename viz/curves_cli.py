@@ -14,7 +14,7 @@ from ..core.commands.options import option_values
 from .curves import CurvesScene, curves_scene, names_of, read_curve
 from .curves_picture import lay_out_curves
 from .curves_text import curves_text
-from .svg import to_svg
+from .picture_file import picture_bytes
 from .text import TEXT_WIDTH
 
 METRICS_SUFFIX = ".jsonl"
@@ -47,9 +47,4 @@ def draw_curves(args: argparse.Namespace, output: str | None, *, color: bool) ->
 def _drawn(scene: CurvesScene, suffix: str | None, width: int | None) -> bytes:
     if suffix == ".txt":
         return curves_text(scene, width=width or TEXT_WIDTH).encode()
-    picture = lay_out_curves(scene, float(width or 960))
-    if suffix == ".svg":
-        return to_svg(picture).encode()
-    from .figure import to_png
-
-    return to_png(picture)
+    return picture_bytes(lay_out_curves(scene, float(width or 960)), str(suffix))

@@ -11,6 +11,7 @@ from ..core.base.files import write_bytes
 from ..core.schedule.timeline import Timeline
 from .page.content import Extra
 from .picture import fitting_width, lay_out, plot_width
+from .picture_file import picture_bytes
 from .scene.axis import TimeUnit
 from .scene.panels import Scene
 from .scene.scene import By, Resolution, Scale, build_scene
@@ -111,9 +112,4 @@ def _text(
 
 
 def _picture(scene: Scene, width: int, suffix: str) -> bytes:
-    picture = lay_out(scene, width)
-    if suffix == ".svg":
-        return to_svg(picture).encode()
-    from .figure import to_png
-
-    return to_png(picture)
+    return picture_bytes(lay_out(scene, width), suffix)

@@ -12,10 +12,10 @@ from ..core.base.errors import PlanError, UnknownNameError
 from ..core.base.files import write_bytes
 from ..core.base.units import format_bytes, format_s
 from .picture import EDGE, Line, Mark, Picture, Rect, Text, text_width
+from .picture_file import picture_bytes
 from .plot import Plot, point
 from .scene import palette
 from .scene.axis import ticks_between
-from .svg import to_svg
 
 SUFFIXES = (".svg", ".png")
 LEFT, TOP, HEIGHT, LINE = 60.0, 84.0, 440.0, 18.0
@@ -41,12 +41,7 @@ def draw_front(
     if not candidates:
         raise PlanError(f"no layout fits, so there is nothing to draw in {path}.")
     picture = lay_out_front(candidates, mechanisms, f"Layouts by time and memory: {title}", width)
-    if suffix == ".svg":
-        write_bytes(path, to_svg(picture).encode())
-    else:
-        from .figure import to_png
-
-        write_bytes(path, to_png(picture))
+    write_bytes(path, picture_bytes(picture, suffix))
 
 
 def lay_out_front(

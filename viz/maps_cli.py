@@ -21,7 +21,7 @@ from .layout_picture import lay_out_map
 from .layout_text import map_text
 from .memory_bars import bars_of, bars_text, lay_out_bars
 from .picture import Picture
-from .svg import to_svg
+from .picture_file import picture_bytes
 from .text import TEXT_WIDTH
 from .traffic_picture import lay_out_traffic
 from .traffic_text import traffic_text
@@ -80,12 +80,7 @@ def drawn(drawing: Drawing, suffix: str, width: int | None) -> bytes:
     """The file of a suffix among `SUFFIXES`; `width` is in characters or pixels."""
     if suffix == ".txt":
         return drawing.text(max(width or TEXT_WIDTH, NARROWEST)).encode()
-    picture = drawing.picture(width or PIXELS)
-    if suffix == ".svg":
-        return to_svg(picture).encode()
-    from .figure import to_png
-
-    return to_png(picture)
+    return picture_bytes(drawing.picture(width or PIXELS), suffix)
 
 
 def _drawing(args: argparse.Namespace) -> Drawing:

@@ -141,9 +141,8 @@ class Checkpoints:
         """`damaged` or `refused` with problems, or `notices`, on rank 0."""
         if self._text is None:
             return "notices", []
-        if not is_checked and (
-            problems := quick_damages(saved.path)
-        ):  # first: what a damaged `state.json` says is not believed
+        # first: what a damaged `state.json` says is not believed
+        if problems := [] if is_checked else quick_damages(saved.path):
             return "damaged", problems
         try:
             changes_since(self._plan, saved)
@@ -321,6 +320,15 @@ class Checkpoints:
             "problem": problem_of(self._plan),
             "numerics": recorded_numerics(self._plan, environment(self._device)).to_json(),
         }
+
+
+def agreed_place(plan: AnyPlan, place: str | None, world: Group, device: torch.device) -> str | None:
+    """The checkpoint that all ranks of `world` go on from, of what each found on its host. Hosts may see a shared
+    folder differently for a while, so rank 0 decides; of their own folders (`checkpoint.copies`) one may be gone."""
+    found = gather_values(world, place, device)
+    if plan.checkpoint.copies is None:
+        return found[0]
+    return next((each for each in found if each is not None), None)
 
 
 def _text_words(text: Mapping[str, Any]) -> str:

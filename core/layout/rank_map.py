@@ -98,14 +98,19 @@ def rank_map(layouts: Sequence[Layout], *, devices_per_node: int, nodes_per_leaf
     that of a cluster, 0 where it does not say."""
     num_ranks = sum(layout.world_size for layout in layouts)
     num_nodes = -(-num_ranks // devices_per_node)
-    nodes_per_rack = min(nodes_per_leaf, num_nodes) or num_nodes
-    unit = devices_per_node, devices_per_node * nodes_per_rack
+    in_rack = nodes_per_rack(num_nodes, nodes_per_leaf)
+    unit = devices_per_node, devices_per_node * in_rack
     groups = {name: [group for layout in layouts for group in _groups(layout, name)] for name in ALL_AXES[:-1]}
     if len(layouts) > 1:
         ends = np.cumsum([0, *(layout.world_size for layout in layouts)]).tolist()
         groups[MODULE] = [[*range(first, last)] for first, last in pairwise(ends)]
     axes = [_axis(name, found, num_ranks, unit) for name, found in groups.items() if found]
-    return RankMap(title, num_ranks, devices_per_node, nodes_per_rack, tuple(axes))
+    return RankMap(title, num_ranks, devices_per_node, in_rack, tuple(axes))
+
+
+def nodes_per_rack(num_nodes: int, nodes_per_leaf: int) -> int:
+    """Nodes of a rack: those behind the same leaf switches, or all where a cluster does not say how many these are."""
+    return min(nodes_per_leaf, num_nodes) or num_nodes
 
 
 def _groups(layout: Layout, name: str) -> list[list[int]]:

@@ -189,7 +189,7 @@ class CommunicationPricing:
     def _stage_price_class(self, place: Place) -> int:
         if place not in self._price_classes:
             key = (composition(self._groups[place.stage]), self._stage_weight_class(place))
-            numbers = self._shared.setdefault("likenesses", {})
+            numbers = self._shared.setdefault("price classes", {})
             self._price_classes[place] = numbers.setdefault(key, len(numbers))
         return self._price_classes[place]
 
@@ -207,7 +207,7 @@ class CommunicationPricing:
             key: tuple[object, ...] = (self._groups[place.stage].weights, self._rank_spreads(place))
             if self._replicated:
                 key = (*key, self.spread(copies_axis(self.plan, place.stage), place))
-            numbers = self._copies.setdefault("likenesses", {})
+            numbers = self._copies.setdefault("weight classes", {})
             self._weight_classes[place] = numbers.setdefault(key, len(numbers))
         return self._weight_classes[place]
 

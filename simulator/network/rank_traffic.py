@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import numpy as np
 
+from ...core.layout.rank_map import nodes_per_rack
 from ...core.layout.rank_traffic import AxisTraffic, RankTraffic
 from ...core.plan.plan import Plan
 from ...core.schedule.schedule import Schedule
@@ -27,14 +28,14 @@ def rank_traffic(plan: Plan, schedule: Schedule, title: str = "") -> RankTraffic
     pairs = _pairs(plan, schedule)
     node = cluster.devices_per_node
     num_nodes = -(-layout.world_size // node)
-    nodes_per_rack = min(cluster.nodes_per_leaf, num_nodes) or num_nodes
+    in_rack = nodes_per_rack(num_nodes, cluster.nodes_per_leaf)
     unit = 1 if layout.world_size <= MOST_ROWS else node * _power_of_two(num_nodes / MOST_ROWS)
     num_units = -(-layout.world_size // unit)
     matrices, axes = {}, []
     for name, (senders, receivers, num_bytes) in pairs.items():
         matrices[name] = np.zeros((num_units, num_units))
         np.add.at(matrices[name], (senders // unit, receivers // unit), num_bytes)
-        rack = node * nodes_per_rack
+        rack = node * in_rack
         axes.append(
             AxisTraffic(
                 name,
@@ -46,7 +47,7 @@ def rank_traffic(plan: Plan, schedule: Schedule, title: str = "") -> RankTraffic
         )
     axes.sort(key=lambda axis: -axis.num_bytes)
     matrices = {axis.name: matrices[axis.name] for axis in axes}
-    return RankTraffic(title, layout.world_size, node, nodes_per_rack, unit, matrices, tuple(axes))
+    return RankTraffic(title, layout.world_size, node, in_rack, unit, matrices, tuple(axes))
 
 
 def _pairs(plan: Plan, schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
