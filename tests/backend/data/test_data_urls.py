@@ -121,6 +121,7 @@ def test_the_cache_stays_in_its_bound_and_what_is_damaged_in_it_is_read_again(tm
         assert np.array_equal(np.asarray(tokens), ids)
         slots = tmp_path / "cache" / "blocks" / "slots"
         assert slots.stat().st_size <= 2**20
+        np.asarray(tokens[-1000:])  # blocks of one slot are fetched at the same time: any of them may be the last in it
         before = len(asked)
         assert np.array_equal(np.asarray(tokens[-1000:]), ids[-1000:]) and len(asked) == before
         slots.write_bytes(b"\1" * slots.stat().st_size)
