@@ -1,9 +1,11 @@
 """Shared memory and gloo: collectives and messages of both, in turn in the same processes.
 
 `python benchmarks/shared_memory.py [--ranks 2 4] [--rounds 7] [--kills 50]`: microseconds of a call of each, as the
-least and the median over rounds; ratios are over the median of shared memory. `copy` is one thread's copy of as many
-bytes, and `share` what an all-gather reaches of its rate: a member of an all-gather of n reads n - 1 parts. With
-`--kills` ranks are killed in the middle of collectives, and the seconds until the others name them are printed.
+least and the median over rounds. `ratio` is gloo's median over that of shared memory, `to gloo best` its best round
+over that. `copy` is one thread's copy of as many bytes, and `share` what an all-gather reaches of its rate: by the
+result of n parts, and in brackets by the n - 1 parts that arrive (the algorithm and bus bandwidths of nccl-tests'
+doc/PERFORMANCE.md). With `--kills` ranks are killed in the middle of collectives, and the seconds until the others
+name them are printed.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def main() -> None:
         of_ranks = run_ranks(measure, args.rounds, world_size=size, transport="shm")
         copy_s = median(of_ranks[0].pop("copy")["one"])
         print(f"{size} ranks; copy of {SIZES[-1]:,} bytes {copy_s * 1e6:,.0f} us")
-        print(f"{'call':18}{'bytes':>12}{'shm us':>20}{'gloo us':>22}{'gloo/shm':>10}{'gloo best/shm':>15}{'share':>8}")
+        print(f"{'call':18}{'bytes':>12}{'shm us':>20}{'gloo us':>20}{'ratio':>10}{'to gloo best':>15}{'share':>10}")
         for key in of_ranks[0]:
             call, num_bytes = key.rsplit(" ", 1)
             rounds = {
@@ -115,10 +117,11 @@ def main() -> None:
             }
             shm, gloo = rounds["shm"], rounds["gloo"]
             least = [f"{min(of) * 1e6:,.0f} / {median(of) * 1e6:,.0f}" for of in (shm, gloo)]
-            share = (size - 1) * copy_s * int(num_bytes) / SIZES[-1] / median(shm) if call == "all_gather" else None
+            part = copy_s * int(num_bytes) / SIZES[-1] / median(shm)
+            share = f"{size * part:.0%} ({(size - 1) * part:.0%})" if call == "all_gather" else ""
             print(
-                f"{call:18}{int(num_bytes):12,}{least[0]:>20}{least[1]:>22}{median(gloo) / median(shm):10.1f}"
-                f"{min(gloo) / median(shm):15.1f}{'' if share is None else f'{share:8.0%}'}"
+                f"{call:18}{int(num_bytes):12,}{least[0]:>20}{least[1]:>20}{median(gloo) / median(shm):10.1f}"
+                f"{min(gloo) / median(shm):15.1f} {share:>9}"
             )
     for size in args.ranks if args.kills else ():
         command = [sys.executable, "-m", "shardproof.tests.helpers.killed_ranks", str(args.kills), str(size), "1"]
