@@ -16,7 +16,7 @@ from ..core.base.units import format_bytes
 from ..core.commands.commands import service
 from ..core.machine.host import available_memory_bytes
 from ..core.plan.plan import AnyPlan
-from ..core.plan.sections import Offload
+from ..core.plan.runtime import Offload
 from .dry_run import rank_groups
 from .watch.rank_messages import ON_GPUS
 

@@ -36,7 +36,7 @@ from shardproof.backend.checkpoint.saver import Checkpoints
 from shardproof.backend.launching.launch import run_ranks
 from shardproof.backend.ranks.rank_of_plan import training_rank
 from shardproof.backend.transport.base import Transport
-from shardproof.core.plan.sections import Checkpoint
+from shardproof.core.plan.train import Checkpoint
 
 ROUNDS = 3
 KINDS = ("none", "asynchronous", "waits")

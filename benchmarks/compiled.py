@@ -25,7 +25,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Numerics, Precision, Runtime
+from shardproof.core.plan.runtime import Runtime
+from shardproof.core.plan.sections import Batch, Numerics, Precision
 
 WARM_UP = 2
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}

@@ -32,7 +32,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Numerics, Precision, Train
+from shardproof.core.plan.sections import Batch, Numerics, Precision
+from shardproof.core.plan.train import Train
 
 MODEL = ModelSpec("streamed", 4, 256, 1024, 8, 8, 32, 32_000, 512)
 """19 M parameters, most of them in two tables of 32,000 rows."""

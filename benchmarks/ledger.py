@@ -27,7 +27,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Precision, Train
+from shardproof.core.plan.sections import Batch, Precision
+from shardproof.core.plan.train import Train
 from shardproof.verify.ledger.summary import summarize
 from shardproof.verify.run.record import LedgerObservers
 

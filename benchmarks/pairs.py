@@ -28,7 +28,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Numerics, Precision, Runtime, ScheduleChoice
+from shardproof.core.plan.runtime import Runtime
+from shardproof.core.plan.sections import Batch, Numerics, Precision, ScheduleChoice
 from shardproof.core.schedule.action import Kind
 
 

@@ -33,7 +33,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Precision, ScheduleChoice, Train
+from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Precision, ScheduleChoice
+from shardproof.core.plan.train import Train
 
 MODEL = ModelSpec("peer-llama", 8, 384, 1024, 8, 8, 48, 512, 128)
 """14.5 M parameters in eight layers, so that four ranks can have two stages each."""

@@ -17,7 +17,8 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Recompute
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.sections import Batch
 from shardproof.simulator.search.sensitivity import sensitivity
 from shardproof.simulator.simulation.simulate import simulate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...core.base.errors import PlanError
-from ...core.plan.sections import Checkpoint
+from ...core.plan.train import Checkpoint
 from ..base.urls import UrlPath, check_writable, place_of
 from ..transport.base import Group
 from .host_storage import HostStorage

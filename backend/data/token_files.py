@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.base.errors import FileError
-from ...core.plan.sections import Train
+from ...core.plan.train import Train
 from ..base.url_cache import USUAL_CACHE, UrlCache, asked_for
 from ..base.urls import Place, UrlPath, place_of
 from .megatron_index import MegatronIndex, read_index

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from ...core.plan.plan import AnyPlan
-from ...core.plan.sections import Train
+from ...core.plan.train import Train
 from ..model.transformer import Head
 from ..ranks.training_rank import TrainingRank
 from ..transport.base import Group

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from ...core.plan.sections import Runtime
+from ...core.plan.runtime import Runtime
 from ...core.schedule.action import SENDS, Action
 from ...core.schedule.placement import Placement
 from ...core.schedule.timeline import Span

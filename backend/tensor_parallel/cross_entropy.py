@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.plan.sections import Train
+from ...core.plan.train import Train
 from ..numerics import Numerics, OwnedLeaves
 from ..transport.base import Group
 from .context import LayerContext

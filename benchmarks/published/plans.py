@@ -18,7 +18,8 @@ from ...core.machine.cluster_presets import CLUSTER_PRESETS, cluster_preset
 from ...core.model.model import ModelSpec
 from ...core.plan.optimizer import Optimizer
 from ...core.plan.plan import Plan
-from ...core.plan.sections import Batch, DataParallel, Numerics, Precision, Recompute, Runtime, ScheduleChoice
+from ...core.plan.runtime import Recompute, Runtime
+from ...core.plan.sections import Batch, DataParallel, Numerics, Precision, ScheduleChoice
 from .machines import MACHINES, NETWORKS, POST_VALIDATED, POWER_EXPONENT, SCHEDULES, ZERO
 from .recipes import recipe_of
 from .row import Row, RowError

@@ -27,8 +27,10 @@ from ..plan.communicators import Communicators
 from ..plan.keys import key_named
 from ..plan.optimizer import Optimizer
 from ..plan.plan import Plan, any_plan, build_plan
-from ..plan.sections import Batch, Checkpoint, DataParallel, Numerics, Offload, Precision, Runtime, Train
+from ..plan.runtime import Offload, Runtime
+from ..plan.sections import Batch, DataParallel, Numerics, Precision
 from ..plan.toml import Given, Values
+from ..plan.train import Checkpoint, Train
 from ..schedule import default_name
 from ..schedule.timeline import Timeline
 

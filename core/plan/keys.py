@@ -22,18 +22,9 @@ from .experimental import Experimental
 from .log import Log
 from .optimizer import Optimizer
 from .parameter_groups import ParameterGroup
-from .sections import (
-    Batch,
-    Checkpoint,
-    DataParallel,
-    Numerics,
-    Offload,
-    Precision,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
-    Train,
-)
+from .runtime import Offload, Recompute, Runtime
+from .sections import Batch, DataParallel, Numerics, Precision, ScheduleChoice
+from .train import Checkpoint, Train
 
 KeyType = Literal[
     "int",

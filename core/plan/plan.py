@@ -41,20 +41,11 @@ from .module import Module, ModuleLayout
 from .optimizer import Optimizer
 from .rates import Rates
 from .rules import broken_rules
+from .runtime import Offload, Recompute, Runtime
 from .schedule_choice import chosen_placement, microbatch_multiple
-from .sections import (
-    Batch,
-    Checkpoint,
-    DataParallel,
-    Numerics,
-    Offload,
-    Precision,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
-    Train,
-)
+from .sections import Batch, DataParallel, Numerics, Precision, ScheduleChoice
 from .toml import Values, num_modules, read_values
+from .train import Checkpoint, Train
 from .write import sections_to_toml
 
 Section = TypeVar("Section")

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from .batch_sizes import samples_before
 from .optimizer import Optimizer
-from .sections import Batch, Train
+from .sections import Batch
+from .train import Train
 
 WSD_DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda share: 1.0 - share,

@@ -24,7 +24,8 @@ from ...core.plan.batch_sizes import sizes_of
 from ...core.plan.plan import Plan
 from ...core.plan.rules import Rule, broken_rules
 from ...core.plan.rules.schedule import actions_are_bounded
-from ...core.plan.sections import Batch, DataParallel, Recompute, ScheduleChoice
+from ...core.plan.runtime import Recompute
+from ...core.plan.sections import Batch, DataParallel, ScheduleChoice
 from ...core.schedule import CATALOG
 from ..cost.pricing import Pricing
 from ..stack.profiles import PROFILES

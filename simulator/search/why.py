@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from ...core.base.errors import ShardproofError
 from ...core.base.units import format_bytes
 from ...core.plan.plan import Plan
-from ...core.plan.sections import Recompute, ScheduleChoice
+from ...core.plan.runtime import Recompute
+from ...core.plan.sections import ScheduleChoice
 from ..memory.capacity import capacity_of
 from ..simulation.simulate import simulate
 from ..stack.profiles import PROFILES

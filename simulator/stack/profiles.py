@@ -13,7 +13,8 @@ from typing import Any
 
 from ...core.model.attention_kinds import has_altered_softmax
 from ...core.plan.plan import Plan
-from ...core.plan.sections import DataParallel, Precision, Runtime
+from ...core.plan.runtime import Runtime
+from ...core.plan.sections import DataParallel, Precision
 from ...core.schedule import CATALOG
 from .casts import TORCHAO_CASTS
 from .megatron import MEGATRON

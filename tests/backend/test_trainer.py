@@ -33,8 +33,10 @@ from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import Parameter
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.runtime import Offload, Runtime
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import DataParallel, Numerics, Offload, Runtime, ScheduleChoice, Train
+from shardproof.core.plan.sections import DataParallel, Numerics, ScheduleChoice
+from shardproof.core.plan.train import Train
 from shardproof.core.program import operations
 
 STEPS = 3

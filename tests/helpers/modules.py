@@ -12,7 +12,8 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.module import Module
 from shardproof.core.plan.optimizer import Optimizer
-from shardproof.core.plan.sections import Batch, Numerics, Precision, ScheduleChoice, Train
+from shardproof.core.plan.sections import Batch, Numerics, Precision, ScheduleChoice
+from shardproof.core.plan.train import Train
 
 
 def module(

@@ -17,18 +17,9 @@ from shardproof.core.plan.communicators import Communicators
 from shardproof.core.plan.experimental import Experimental
 from shardproof.core.plan.log import Log
 from shardproof.core.plan.optimizer import Optimizer
-from shardproof.core.plan.sections import (
-    Batch,
-    Checkpoint,
-    DataParallel,
-    Numerics,
-    Offload,
-    Precision,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
-    Train,
-)
+from shardproof.core.plan.runtime import Offload, Recompute, Runtime
+from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Precision, ScheduleChoice
+from shardproof.core.plan.train import Checkpoint, Train
 
 SECTIONS: dict[str, Any] = {
     "precision": Precision("fp32"),

@@ -15,7 +15,9 @@ from shardproof.core.base.errors import PlanError
 from shardproof.core.plan.optimizer import Optimizer, OptimizerName
 from shardproof.core.plan.parameter_groups import ParameterGroup
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Checkpoint, Offload, Precision
+from shardproof.core.plan.runtime import Offload
+from shardproof.core.plan.sections import Precision
+from shardproof.core.plan.train import Checkpoint
 from shardproof.verify.matrix.layouts import FACTORS, plan_of
 from shardproof.verify.matrix.problems import PROBLEMS
 

@@ -18,7 +18,7 @@ from typing import Any
 from shardproof import Plan, fit, simulate
 from shardproof.core.base.errors import ShardproofError
 from shardproof.core.model.parameters import count_parameters
-from shardproof.core.plan.sections import RECOMPUTE_MODULES
+from shardproof.core.plan.runtime import RECOMPUTE_MODULES
 from shardproof.core.plan.stacks import STACKS
 from shardproof.core.program import Collective, Message, Product, operations
 from shardproof.core.schedule.action import Kind

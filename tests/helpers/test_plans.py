@@ -10,7 +10,8 @@ from helpers.plans import plan, product_plan, training_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Numerics, Precision, Train
+from shardproof.core.plan.sections import Batch, Numerics, Precision
+from shardproof.core.plan.train import Train
 
 
 def test_by_default_it_is_a_tiny_model_of_two_layers_on_one_device_in_exact_fp32():

@@ -21,7 +21,8 @@ from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan.runtime import Recompute, Runtime
+from shardproof.core.plan.sections import Batch, ScheduleChoice
 from shardproof.core.schedule import CATALOG, build
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.flops import step_flops

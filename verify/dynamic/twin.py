@@ -30,7 +30,8 @@ from ...core.model.model import ModelSpec
 from ...core.model.parameters import count_parameters
 from ...core.plan.data_names import STDLIB, named_data
 from ...core.plan.plan import AnyPlan, ModularPlan, Plan
-from ...core.plan.sections import Batch, Numerics, Train
+from ...core.plan.sections import Batch, Numerics
+from ...core.plan.train import Train
 from ...core.schedule import CATALOG
 from ...core.schedule.passes import MAX_ACTIVE_STAGES
 from ..run.proof_run import TransportName

@@ -17,7 +17,8 @@ from ...core.base.reduction import cut
 from ...core.layout.layout import DEFAULT_ORDER, Layout
 from ...core.plan.plan import Plan
 from ...core.plan.rules import broken_rules
-from ...core.plan.sections import Batch, DataParallel, Offload, Recompute, Runtime, ScheduleChoice
+from ...core.plan.runtime import Offload, Recompute, Runtime
+from ...core.plan.sections import Batch, DataParallel, ScheduleChoice
 from ...core.schedule import CATALOG
 from ..run.given_groups import can_be_given
 from .covering import Covering, Feature, Row, Space, cover, first_possible

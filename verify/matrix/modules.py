@@ -22,7 +22,8 @@ from ...core.model.model_presets import model_preset
 from ...core.plan.module import Module
 from ...core.plan.optimizer import Optimizer
 from ...core.plan.plan import ModularPlan
-from ...core.plan.sections import Batch, Numerics, Precision, ScheduleChoice, Train
+from ...core.plan.sections import Batch, Numerics, Precision, ScheduleChoice
+from ...core.plan.train import Train
 from ..run.references import References
 from .matrix import Outcome, prove_plan
 from .portions import WHOLE, Part, add_portions, parse_part, part_of, smallest_cover

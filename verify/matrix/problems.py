@@ -17,7 +17,8 @@ from ...core.machine.cluster_presets import cluster_preset
 from ...core.model.model import ModelSpec
 from ...core.plan.optimizer import Optimizer, OptimizerName
 from ...core.plan.plan import Plan
-from ...core.plan.sections import Batch, Numerics, Precision, Train
+from ...core.plan.sections import Batch, Numerics, Precision
+from ...core.plan.train import Train
 
 NUM_LAYERS = 3
 """Odd, so that pipelines cut them unevenly; one dense and two with experts in a mixture."""

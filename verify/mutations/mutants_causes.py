@@ -20,7 +20,8 @@ from ...backend.ranks.totals import Totals
 from ...backend.ranks.training_rank import TrainingRank
 from ...backend.tensor_parallel import Norm
 from ...core.plan.plan import Plan
-from ...core.plan.sections import Recompute, ScheduleChoice
+from ...core.plan.runtime import Recompute
+from ...core.plan.sections import ScheduleChoice
 from ..ledger.ledger import ACTIVATION, GATHERED, GRADIENT, RECOMPUTED, SCALAR, WEIGHT
 from .mutant import Expected, Mutant
 from .mutants_loss import IGNORED

@@ -15,7 +15,7 @@ from ...backend.model.attention_blocks import Block
 from ...backend.model.attention_core import AttentionCore
 from ...backend.tensor_parallel import LayerContext
 from ...core.layout.layout import Layout
-from ...core.plan.sections import Runtime
+from ...core.plan.runtime import Runtime
 from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT
 from .mutant import Expected, Mutant
 from .patches import Function, Patches

@@ -13,7 +13,7 @@ from ...backend.model import block, transformer
 from ...backend.model.router import Router
 from ...backend.ranks.training_rank import TrainingRank
 from ...core.plan.plan import Plan
-from ...core.plan.sections import Recompute
+from ...core.plan.runtime import Recompute
 from ..ledger.ledger import ACTIVATION
 from .mutant import Expected, Mutant
 from .mutants_more import OURS

@@ -10,7 +10,7 @@ from ...backend.gradients import parameter
 from ...backend.model import block, transformer
 from ...backend.model.written_attention import WrittenKernel
 from ...backend.tensor_parallel import LayerContext, dropout, recompute
-from ...core.plan.sections import Recompute
+from ...core.plan.runtime import Recompute
 from ..ledger.ledger import ACTIVATION, RECOMPUTED, WEIGHT
 from .mutant import Expected, Mutant
 from .patches import Function, Patches

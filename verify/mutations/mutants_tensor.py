@@ -14,7 +14,7 @@ from ...backend.tensor_parallel.linear import ParallelLinear
 from ...backend.tensor_parallel.mappings import all_parts
 from ...backend.tensor_parallel.norm import HeadNorm, Norm
 from ...backend.transport.mesh import Mesh
-from ...core.plan.sections import Recompute
+from ...core.plan.runtime import Recompute
 from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, HELD_OUT, RECOMPUTED, WEIGHT
 from .mutant import Expected, Mutant
 from .patches import Function, Patches, rank_here

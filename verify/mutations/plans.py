@@ -9,7 +9,8 @@ from ...core.machine.cluster_presets import cluster_preset
 from ...core.model.model import ModelSpec
 from ...core.plan.optimizer import Optimizer
 from ...core.plan.plan import Plan
-from ...core.plan.sections import Batch, Numerics, Precision, ScheduleChoice, Train
+from ...core.plan.sections import Batch, Numerics, Precision, ScheduleChoice
+from ...core.plan.train import Train
 
 SEQUENCE = 16
 

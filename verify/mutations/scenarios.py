@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...core.layout.layout import Layout
 from ...core.model.parameters import expert_biases, parameters
 from ...core.plan.plan import Plan
-from ...core.plan.sections import Checkpoint
+from ...core.plan.train import Checkpoint
 from ..ledger.ledger import NO_STEP, RankLedger
 from ..run.proof_run import ProofJob, follow, writer_of
 

@@ -25,7 +25,8 @@ from ...core.layout.layout import Layout
 from ...core.layout.products import ProductChoices
 from ...core.machine.variation import NO_VARIATION
 from ...core.plan.plan import AnyPlan, ModularPlan, Plan
-from ...core.plan.sections import DataParallel, Recompute, ScheduleChoice
+from ...core.plan.runtime import Recompute
+from ...core.plan.sections import DataParallel, ScheduleChoice
 from ..ledger.ledger import (
     ACTIVATION,
     HELD_OUT,

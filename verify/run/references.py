@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ...core.plan.plan import AnyPlan
-from ...core.plan.sections import Train
+from ...core.plan.train import Train
 from ..ledger.ledger import RunLedger
 from .proof_run import ProofJob, run_ledger
 from .reference import Reference, checked_ledger

@@ -12,7 +12,8 @@ from ...layout.microbatches import microbatch_counts
 from ...layout.routed_tokens import RoutedTokens
 from ...model.model import ModelSpec
 from ..batch_sizes import said, sizes_of
-from ..sections import Batch, Numerics, Train
+from ..sections import Batch, Numerics
+from ..train import Train
 
 MAX_NAMED_DEGREE = 64
 """Messages offer degrees up to this one; wider tensor parallelism is nowhere in use."""

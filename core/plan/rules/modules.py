@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from ...machine.cluster import ClusterSpec
 from ..module import Module
-from ..sections import Recompute, ScheduleChoice
+from ..runtime import Recompute
+from ..sections import ScheduleChoice
 
 Modules = tuple[Module, ...]
 

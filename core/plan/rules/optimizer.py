@@ -9,7 +9,7 @@ from ...model.model import ModelSpec
 from ...model.parameters import parameters
 from ..module import Module
 from ..optimizer import Optimizer
-from ..sections import Offload
+from ..runtime import Offload
 
 
 def offloaded_moments_exist(offload: Offload, optimizer: Optimizer) -> Iterator[str]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ..batch_sizes import complaints, samples_before
 from ..optimizer import Optimizer
 from ..rates import Rates
-from ..sections import Batch, Train
+from ..sections import Batch
+from ..train import Train
 
 OF_DECAYING = ("minimum_learning_rate", "decay_steps")
 OF_WSD = ("wsd_decay", "wsd_decay_steps")

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ...base.errors import did_you_mean
 from ...layout.layout import Layout
 from ...model.model import ModelSpec
-from ..sections import RECOMPUTE_MODULES, Offload, Precision, Recompute
+from ..runtime import RECOMPUTE_MODULES, Offload, Recompute
+from ..sections import Precision
 
 
 def recompute_is_chosen_once(recompute: Recompute) -> Iterator[str]:

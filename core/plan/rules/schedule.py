@@ -11,7 +11,8 @@ from ...layout.stages import assign_layers, num_mtp_written
 from ...model.model import ModelSpec
 from ...schedule import CATALOG, default_name
 from ..batch_sizes import said, sizes_of
-from ..sections import Batch, Runtime, ScheduleChoice
+from ..runtime import Runtime
+from ..sections import Batch, ScheduleChoice
 
 
 def microbatches_divide(batch: Batch, layout: Layout) -> Iterator[str]:

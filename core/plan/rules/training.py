@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from ...machine.cluster import ClusterSpec
 from ..data_names import named_data, split_of
-from ..sections import ALL_PRODUCTS, NO_PRODUCTS, Checkpoint, Numerics, Precision, Runtime, Train
+from ..runtime import Runtime
+from ..sections import ALL_PRODUCTS, NO_PRODUCTS, Numerics, Precision
 from ..stacks import SCALING_STACKS
+from ..train import Checkpoint, Train
 
 ADAPTING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis")
 """How a loss scale adapts itself."""

@@ -8,7 +8,8 @@ from torch.optim import lr_scheduler
 
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.rates import Rates
-from shardproof.core.plan.sections import Batch, Train
+from shardproof.core.plan.sections import Batch
+from shardproof.core.plan.train import Train
 
 PEAK, STEPS = 0.3, 200
 

@@ -17,7 +17,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import RankFailure
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Checkpoint
+from shardproof.core.plan.train import Checkpoint
 
 HELD_S = 60.0
 """Far longer than the steps take that a writer is held for."""

@@ -41,17 +41,9 @@ from shardproof.core.model.parameters import expert_biases, parameters
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.parameter_groups import ParameterGroup
 from shardproof.core.plan.plan import Plan, recorded_numerics
-from shardproof.core.plan.sections import (
-    Batch,
-    Checkpoint,
-    DataParallel,
-    Numerics,
-    Offload,
-    Precision,
-    Recompute,
-    ScheduleChoice,
-    Train,
-)
+from shardproof.core.plan.runtime import Offload, Recompute
+from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Precision, ScheduleChoice
+from shardproof.core.plan.train import Checkpoint, Train
 
 STEPS, SAVED = 3, 1
 """Of an undisturbed run, and after how many of them it is interrupted."""

@@ -44,7 +44,7 @@ from shardproof.core.base.errors import PlanError, RankFailure
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Train
+from shardproof.core.plan.train import Train
 
 RANKS = 2
 SHAPES = {"a": (4, 3), "b": (6,), "c": (2, 2), "count": ()}

@@ -22,7 +22,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.digest import digest_bytes, to_hex
 from shardproof.core.base.errors import PlanError, RankFailure
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.sections import Checkpoint
+from shardproof.core.plan.train import Checkpoint
 
 HOST_OF = (0, 0, 1, 2)
 """Four ranks on three hosts."""

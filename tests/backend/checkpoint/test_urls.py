@@ -20,7 +20,7 @@ from shardproof.core.base.errors import PlanError
 from shardproof.core.commands.options import add_plan, read_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Checkpoint
+from shardproof.core.plan.train import Checkpoint
 
 
 def tiny(folder: str, layout: Layout, *, steps: int = 4, **checkpoint) -> Plan:

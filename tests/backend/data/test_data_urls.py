@@ -31,7 +31,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import FileError, PlanError
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.sections import Train
+from shardproof.core.plan.train import Train
 
 
 def write_pair(folder: Path, name: str, lengths: list[int], seed: int) -> None:

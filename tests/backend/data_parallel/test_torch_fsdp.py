@@ -17,7 +17,9 @@ from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
-from shardproof.core.plan.sections import Checkpoint, DataParallel, Recompute
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.sections import DataParallel
+from shardproof.core.plan.train import Checkpoint
 from shardproof.verify.dynamic.proof import prove
 
 STEPS = 3

@@ -20,7 +20,8 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import parameters
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Numerics, Precision, Train
+from shardproof.core.plan.sections import Batch, Numerics, Precision
+from shardproof.core.plan.train import Train
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

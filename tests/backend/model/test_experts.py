@@ -30,8 +30,8 @@ from shardproof.backend.transport.mesh import Mesh
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.parameters import TOKEN_TABLE, parameters
 from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.runtime import Recompute
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import Recompute
 from shardproof.core.program import Collective, Product
 from shardproof.core.program.expert_tokens import expert_nodes
 from shardproof.core.schedule.action import Kind

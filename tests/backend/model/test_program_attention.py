@@ -12,7 +12,8 @@ from helpers.program import assert_every_action_records_the_program
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Recompute, ScheduleChoice
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.sections import ScheduleChoice
 
 HEADS = ModelSpec("heads", 2, 32, 48, 6, 3, 8, 256, 32, qk_norm=True, qkv_bias=True)
 LATENT = ModelSpec(

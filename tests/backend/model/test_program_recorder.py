@@ -16,7 +16,7 @@ from shardproof.backend.numerics import make_numerics
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Recompute
+from shardproof.core.plan.runtime import Recompute
 from shardproof.core.program import operations
 from shardproof.core.schedule.action import Action, Kind
 

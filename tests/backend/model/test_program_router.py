@@ -13,7 +13,8 @@ from helpers.program import assert_every_action_records_the_program
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Recompute, Train
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.train import Train
 from shardproof.core.program import EXPERT_BIAS, Collective
 
 MODEL = ModelSpec(

@@ -23,7 +23,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Train
+from shardproof.core.plan.train import Train
 
 UNIT = 2.0**-24
 BOUND = 64 * UNIT

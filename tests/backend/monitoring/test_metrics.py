@@ -18,7 +18,7 @@ from shardproof.core.base.errors import FileError, PlanError
 from shardproof.core.base.metrics import read_metrics
 from shardproof.core.commands.cli import main
 from shardproof.core.plan.log import Log
-from shardproof.core.plan.sections import Checkpoint, Train
+from shardproof.core.plan.train import Checkpoint, Train
 
 KEYS = (
     *("step", "loss", "grad_norm", "learning_rate", "num_microbatches", "tokens", "step_time_s"),

@@ -13,7 +13,7 @@ from shardproof.backend.checkpoint.resume import path_of
 from shardproof.core.base.errors import MissingExtraError
 from shardproof.core.base.metrics import read_metrics
 from shardproof.core.plan.log import Log
-from shardproof.core.plan.sections import Checkpoint
+from shardproof.core.plan.train import Checkpoint
 
 
 def plan_of(tmp_path, **log):

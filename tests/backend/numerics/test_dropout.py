@@ -22,7 +22,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Train
+from shardproof.core.plan.train import Train
 
 
 def mask_in_python(seed: int, operation: str, step: int, index: int, probability: float) -> bool:

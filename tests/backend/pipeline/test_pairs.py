@@ -22,8 +22,9 @@ from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import DivergedError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.runtime import Recompute
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import DataParallel, Recompute, ScheduleChoice
+from shardproof.core.plan.sections import DataParallel, ScheduleChoice
 from shardproof.core.schedule.action import Kind
 from shardproof.verify.dynamic.proof import prove
 

@@ -14,7 +14,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Numerics, Precision, Train
+from shardproof.core.plan.sections import Batch, Numerics, Precision
+from shardproof.core.plan.train import Train
 from shardproof.core.schedule.action import Action, Kind
 from shardproof.simulator.search.fit import fit
 

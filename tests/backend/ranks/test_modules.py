@@ -25,7 +25,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import DivergedError, PlanError
 from shardproof.core.plan.schedule_of import modular_schedule
-from shardproof.core.plan.sections import Checkpoint
+from shardproof.core.plan.train import Checkpoint
 from shardproof.core.schedule.action import SENDS, Kind
 from shardproof.simulator.cost.joined_pricing import bridge_bytes
 from shardproof.verify.ledger.compare import compare

@@ -15,7 +15,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Numerics, Offload, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.runtime import Offload, Recompute
+from shardproof.core.plan.sections import Batch, Numerics, Precision, ScheduleChoice
 from shardproof.simulator.memory.sizes import stage_sizes
 from shardproof.simulator.simulation.simulate import simulate
 from shardproof.verify.dynamic.proof import prove

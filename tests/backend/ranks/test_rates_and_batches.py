@@ -26,15 +26,9 @@ from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.batch_sizes import batch_at, samples_before
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import (
-    Checkpoint,
-    DataParallel,
-    Numerics,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
-    Train,
-)
+from shardproof.core.plan.runtime import Recompute, Runtime
+from shardproof.core.plan.sections import DataParallel, Numerics, ScheduleChoice
+from shardproof.core.plan.train import Checkpoint, Train
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.matrix.modules import plans
 

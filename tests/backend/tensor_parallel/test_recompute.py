@@ -14,7 +14,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.operators import layer_operators
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Numerics, Recompute, ScheduleChoice
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.sections import Batch, Numerics, ScheduleChoice
 from shardproof.simulator.memory.layers import full_recompute, layer_nodes
 from shardproof.simulator.memory.tensors import LayerTensors
 from shardproof.simulator.stack.profiles import profile_of

@@ -25,7 +25,7 @@ from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.base.errors import PlanError, RankFailure
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Train
+from shardproof.core.plan.train import Train
 from shardproof.core.program import Collective, load_batch
 
 DTYPES = (

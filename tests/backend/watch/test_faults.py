@@ -31,7 +31,8 @@ from shardproof.core.base.errors import (
 )
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import DataParallel, Runtime, ScheduleChoice
+from shardproof.core.plan.runtime import Runtime
+from shardproof.core.plan.sections import DataParallel, ScheduleChoice
 from shardproof.core.schedule.action import SENDS, Action
 
 SECOND_STEP = "step 2"

@@ -23,7 +23,9 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster import ClusterSpec
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
-from shardproof.core.plan.sections import Batch, Numerics, Precision, Runtime, Train
+from shardproof.core.plan.runtime import Runtime
+from shardproof.core.plan.sections import Batch, Numerics, Precision
+from shardproof.core.plan.train import Train
 
 
 @noun()

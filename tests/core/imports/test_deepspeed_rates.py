@@ -11,7 +11,8 @@ from shardproof.core.imports.account import Imported, Request
 from shardproof.core.imports.given import import_file
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.rates import Rates
-from shardproof.core.plan.sections import Batch, Train
+from shardproof.core.plan.sections import Batch
+from shardproof.core.plan.train import Train
 
 PEAK, WARMUP, TOTAL = 1e-3, 20, 100
 

@@ -18,16 +18,9 @@ from shardproof.core.plan.keys import KEYS, MODULE_KEYS, NOUNS
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.rules import RULES, broken_rules
-from shardproof.core.plan.sections import (
-    Batch,
-    DataParallel,
-    Numerics,
-    Precision,
-    Recompute,
-    Runtime,
-    ScheduleChoice,
-    Train,
-)
+from shardproof.core.plan.runtime import Recompute, Runtime
+from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Precision, ScheduleChoice
+from shardproof.core.plan.train import Train
 from shardproof.core.plan.write import toml_value
 from shardproof.core.program.holdings import num_shards
 

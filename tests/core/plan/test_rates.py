@@ -14,7 +14,8 @@ from shardproof.core.plan.batch_sizes import samples_before
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
 from shardproof.core.plan.rates import Rates
-from shardproof.core.plan.sections import Batch, Train
+from shardproof.core.plan.sections import Batch
+from shardproof.core.plan.train import Train
 
 FACTS = json.loads((DATA / "rate_facts.json").read_text())["facts"]
 OURS = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}

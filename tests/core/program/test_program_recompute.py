@@ -14,7 +14,7 @@ from shardproof.core.base.errors import PlanError
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.roles import Role
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Recompute
+from shardproof.core.plan.runtime import Recompute
 from shardproof.core.program import (
     Collective,
     Product,

@@ -12,7 +12,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan.runtime import Recompute, Runtime
+from shardproof.core.plan.sections import ScheduleChoice
 from shardproof.core.program import Collective, Product, operations
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.compute.host_kernels import attention_head_s, host_product_s, kernel_s

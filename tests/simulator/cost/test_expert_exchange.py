@@ -16,7 +16,8 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.operators import layer_operators
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Precision, Runtime
+from shardproof.core.plan.runtime import Runtime
+from shardproof.core.plan.sections import Batch, Precision
 from shardproof.core.program import Product, Role
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.compute.compute import (

@@ -10,7 +10,7 @@ from helpers.plans import product_plan
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Recompute
+from shardproof.core.plan.runtime import Recompute
 from shardproof.core.program import Product, operations
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.flops import layer_flops_per_token, step_flops

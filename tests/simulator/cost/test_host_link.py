@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.plans import plan
 from shardproof.core.machine.cluster_presets import cluster_preset
-from shardproof.core.plan.sections import Offload
+from shardproof.core.plan.runtime import Offload
 from shardproof.simulator.cost.host_link import backward_wait_s, forward_wait_s, update_wait_s
 from shardproof.simulator.memory.sizes import stage_sizes
 from shardproof.simulator.search.search import search

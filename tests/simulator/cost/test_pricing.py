@@ -16,7 +16,8 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import DataParallel, Numerics, Precision, Recompute, Runtime, ScheduleChoice
+from shardproof.core.plan.runtime import Recompute, Runtime
+from shardproof.core.plan.sections import DataParallel, Numerics, Precision, ScheduleChoice
 from shardproof.core.program import Collective, Product, gradient_elements, held_elements, operations
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.compute.compute import product_s

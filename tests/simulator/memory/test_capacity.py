@@ -24,7 +24,8 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.machine.variation import Variation
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Offload, Recompute
+from shardproof.core.plan.runtime import Offload, Recompute
+from shardproof.core.plan.sections import Batch
 from shardproof.simulator.memory.capacity import capacities, capacity_of
 from shardproof.simulator.memory.reserved import (
     CONTEXT_BYTES,

@@ -11,8 +11,8 @@ from helpers.paths import EXAMPLES
 from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import ModularPlan, Plan
+from shardproof.core.plan.runtime import Runtime
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import Runtime
 from shardproof.core.program import gradient_elements, stage_elements
 from shardproof.core.schedule import build
 from shardproof.simulator.memory.layers import head_nodes

@@ -9,8 +9,8 @@ import pytest
 from helpers.plans import product_plan
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.runtime import Recompute
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import Recompute
 from shardproof.simulator.memory.memory import rank_memories
 from shardproof.simulator.memory.sizes import layer_activation_bytes
 

@@ -14,7 +14,8 @@ from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.parameter_groups import ParameterGroup
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Numerics, Precision, ScheduleChoice, Train
+from shardproof.core.plan.sections import Batch, Numerics, Precision, ScheduleChoice
+from shardproof.core.plan.train import Train
 from shardproof.simulator.simulation.simulate import simulate
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "head_dim": 16, "vocab_size": 512, "max_positions": 64}

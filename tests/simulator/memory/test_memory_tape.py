@@ -10,8 +10,9 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.runtime import Runtime
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import Batch, Runtime, ScheduleChoice
+from shardproof.core.plan.sections import Batch, ScheduleChoice
 from shardproof.core.schedule import CATALOG, lower
 from shardproof.simulator.memory.layers import full_recompute
 from shardproof.simulator.memory.peaks import peaks_by_action, peaks_by_state

@@ -16,7 +16,9 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.communicators import Communicators
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Checkpoint, DataParallel, Runtime
+from shardproof.core.plan.runtime import Runtime
+from shardproof.core.plan.sections import Batch, DataParallel
+from shardproof.core.plan.train import Checkpoint
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.search.fit import fit
 from shardproof.simulator.search.freed import KEYS, OVERLAPS, free_values, spaces_of

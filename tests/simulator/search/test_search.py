@@ -22,8 +22,10 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Recompute, Runtime, ScheduleChoice, Train
+from shardproof.core.plan.runtime import Recompute, Runtime
+from shardproof.core.plan.sections import Batch, DataParallel, Numerics, ScheduleChoice
 from shardproof.core.plan.stacks import STACKS
+from shardproof.core.plan.train import Train
 from shardproof.core.schedule import CATALOG
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.pricing import Pricing

@@ -10,7 +10,8 @@ import pytest
 from shardproof.core.commands.options import SearchSpace
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
-from shardproof.core.plan.sections import Batch, Runtime
+from shardproof.core.plan.runtime import Runtime
+from shardproof.core.plan.sections import Batch
 from shardproof.simulator.cost.pricing import Pricing
 from shardproof.simulator.search.bounds import chain_bounds_s
 from shardproof.simulator.search.space import Tally, cuts, families

@@ -17,7 +17,8 @@ from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.sections import Batch, Precision, ScheduleChoice
 from shardproof.core.schedule import CATALOG, build
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.pricing import Pricing

@@ -10,7 +10,8 @@ from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import DataParallel, Numerics, Precision, Runtime, ScheduleChoice
+from shardproof.core.plan.runtime import Runtime
+from shardproof.core.plan.sections import DataParallel, Numerics, Precision, ScheduleChoice
 from shardproof.core.plan.stacks import SCALING_STACKS
 from shardproof.simulator.compute.compute import AttentionShape, attention_s
 from shardproof.simulator.simulation.simulate import simulate

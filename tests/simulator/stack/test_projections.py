@@ -10,7 +10,7 @@ from helpers.plans import product_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Recompute
+from shardproof.core.plan.runtime import Recompute
 from shardproof.core.program import Collective, Product, Role, group_ops, layer_ops
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.cost.communication import Place

@@ -16,7 +16,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import as_device
 from shardproof.core.machine.variation import Variation
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import DataParallel, Runtime
+from shardproof.core.plan.runtime import Runtime
+from shardproof.core.plan.sections import DataParallel
 from shardproof.core.schedule.action import Kind
 from shardproof.simulator.engine.attribution import sorts_of
 from shardproof.simulator.engine.replicas import plain_replicas

@@ -16,7 +16,7 @@ from shardproof import Plan, Trainer
 from shardproof.core.base.digest import keys_of
 from shardproof.core.base.errors import DivergedError
 from shardproof.core.commands.cli import main
-from shardproof.core.plan.sections import Checkpoint
+from shardproof.core.plan.train import Checkpoint
 from shardproof.verify.causes.against import compare_saved
 from shardproof.verify.ledger.file import read_ledger
 from shardproof.verify.ledger.ledger import HELD_OUT, NO_STEP

@@ -9,7 +9,7 @@ from helpers.gates import sampled
 from helpers.plans import plan
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Recompute
+from shardproof.core.plan.runtime import Recompute
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.matrix import problems
 from shardproof.verify.mutations import parse_fault

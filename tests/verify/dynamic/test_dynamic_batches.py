@@ -11,7 +11,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.batch_sizes import batch_at
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import DataParallel, Numerics, Offload, Precision, Runtime
+from shardproof.core.plan.runtime import Offload, Runtime
+from shardproof.core.plan.sections import DataParallel, Numerics, Precision
 from shardproof.verify.dynamic.each_batch import through_batches
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.dynamic.twin import twin

@@ -11,7 +11,7 @@ from helpers.gates import sampled
 from helpers.plans import training_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Recompute
+from shardproof.core.plan.runtime import Recompute
 from shardproof.verify.dynamic.proof import prove
 
 

@@ -10,7 +10,7 @@ from helpers.gates import sampled
 from helpers.plans import training_plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Runtime
+from shardproof.core.plan.runtime import Runtime
 from shardproof.core.schedule import CATALOG
 from shardproof.verify.matrix.matrix import prove_plan
 from shardproof.verify.run.references import References

@@ -16,7 +16,9 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, Recompute, Train
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.sections import Batch
+from shardproof.core.plan.train import Train
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.dynamic.twin import twin
 from shardproof.verify.mutations import parse_fault

@@ -16,7 +16,8 @@ from shardproof.backend.data_parallel.late import LateGather
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.commands.cli import main
-from shardproof.core.plan.sections import Checkpoint, DataParallel
+from shardproof.core.plan.sections import DataParallel
+from shardproof.core.plan.train import Checkpoint
 from shardproof.verify.causes.against import compare_saved
 from shardproof.verify.dynamic import proof as dynamic
 from shardproof.verify.ledger.file import read_ledger

@@ -12,7 +12,7 @@ from helpers.plans import plan
 from shardproof import Plan
 from shardproof.core.plan.optimizer import Optimizer
 from shardproof.core.plan.parameter_groups import ParameterGroup
-from shardproof.core.plan.sections import Offload
+from shardproof.core.plan.runtime import Offload
 from shardproof.verify.dynamic.proof import prove
 
 SGD = Optimizer(name="sgd", nesterov=True, clip_grad_norm=0.1)

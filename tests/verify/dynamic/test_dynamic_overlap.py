@@ -21,8 +21,8 @@ from shardproof.backend.transport.overlap import CommunicationLane
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.runtime import Recompute
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import Recompute
 from shardproof.core.program import operations
 from shardproof.core.schedule import lower
 from shardproof.verify.dynamic.proof import prove

@@ -16,7 +16,8 @@ from shardproof.backend.tensor_parallel import mappings, split_fused
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Numerics, Recompute
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.sections import Numerics
 from shardproof.verify.dynamic.proof import prove
 
 

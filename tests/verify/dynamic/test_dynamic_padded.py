@@ -17,7 +17,9 @@ from shardproof.backend.unsupported import unsupported
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Precision, Recompute, Runtime, Train
+from shardproof.core.plan.runtime import Recompute, Runtime
+from shardproof.core.plan.sections import Precision
+from shardproof.core.plan.train import Train
 from shardproof.core.program import Message
 from shardproof.verify.matrix.matrix import prove_plan
 from shardproof.verify.run.references import References

@@ -14,7 +14,8 @@ from shardproof.core.base.errors import ModelError, PlanError
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Precision, Recompute, ScheduleChoice
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.sections import Precision, ScheduleChoice
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.run.proof_run import one_device
 

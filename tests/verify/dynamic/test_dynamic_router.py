@@ -11,7 +11,8 @@ from helpers.plans import plan
 from shardproof.core.layout.layout import Layout
 from shardproof.core.model.model import ModelSpec
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Recompute, Train
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.train import Train
 from shardproof.verify.dynamic.proof import prove
 from shardproof.verify.ledger.ledger import NO_STEP
 from shardproof.verify.run.proof_run import ProofJob, one_device, run_ledger

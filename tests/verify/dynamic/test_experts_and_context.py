@@ -12,8 +12,9 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.runtime import Recompute, Runtime
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import Batch, Precision, Recompute, Runtime
+from shardproof.core.plan.sections import Batch, Precision
 from shardproof.core.schedule import lower
 from shardproof.verify.dynamic.twin import twin
 from shardproof.verify.schedule.calls import Calls

@@ -16,7 +16,9 @@ from shardproof.core.machine.cluster_presets import cluster_preset
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.model.parameters import count_parameters
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Precision, Recompute, ScheduleChoice, Train
+from shardproof.core.plan.runtime import Recompute
+from shardproof.core.plan.sections import Batch, DataParallel, Numerics, Precision, ScheduleChoice
+from shardproof.core.plan.train import Train
 from shardproof.verify.dynamic.twin import MAX_THREADS, MAX_WORLD_SIZE, proof_transport, twin
 
 

@@ -18,7 +18,8 @@ from shardproof.core.base.divisors import divisors
 from shardproof.core.base.errors import PlanError
 from shardproof.core.layout.layout import AXES, Layout
 from shardproof.core.plan.plan import Plan
-from shardproof.core.plan.sections import Batch, DataParallel, Runtime, ScheduleChoice
+from shardproof.core.plan.runtime import Runtime
+from shardproof.core.plan.sections import Batch, DataParallel, ScheduleChoice
 from shardproof.core.schedule import CATALOG
 from shardproof.verify.matrix.layouts import PAIRED, RECOMPUTE, matrix_space, recompute_of
 from shardproof.verify.matrix.matrix import prove_plan

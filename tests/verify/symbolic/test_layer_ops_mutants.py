@@ -27,8 +27,8 @@ from shardproof.core.model.operators import Kind, Operator, Width
 from shardproof.core.model.parameters import count_parameters
 from shardproof.core.model.roles import Role
 from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.runtime import Recompute
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import Recompute
 from shardproof.core.program import Operation, recompute
 from shardproof.core.program.experts import _Sent
 from shardproof.core.program.tensors import Tensors

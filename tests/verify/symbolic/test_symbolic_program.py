@@ -14,8 +14,8 @@ from shardproof.core.layout.layout import Layout
 from shardproof.core.layout.stage_parameters import stage_parameters
 from shardproof.core.model.model_presets import model_preset
 from shardproof.core.plan.plan import Plan
+from shardproof.core.plan.runtime import Recompute
 from shardproof.core.plan.schedule_of import schedule_for
-from shardproof.core.plan.sections import Recompute
 from shardproof.core.program import Collective, Product, operations, reduce_microbatch, stage_ops
 from shardproof.core.schedule import lower
 from shardproof.core.schedule.action import Kind
