@@ -1,37 +1,45 @@
 """Megatron's arguments for training data <-> `train.data`, `train.split` and `train.validation_data`.
 
 `--data-path` and its per-split sisters have prefixes of token files, or pairs of a weight and a prefix
-(`get_blend_from_list` of Megatron-Core). What names no file that is known here (`$DATA`) changes no step, and is left
-out; files of data arguments are not read.
+(`get_blend_from_list` of Megatron-Core); `--data-args-path` and its sister name a file of them, which is read where it
+lies next to the script, as data. What names no file that is known here (`$DATA`) changes no step, and is left out.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from ..base.errors import FileError
+from ..base.files import read_text
 from ..plan.data_names import STDLIB, named_data, split_of
 from ..plan.plan import Plan
 from .megatron_reading import Reading
+from .shell_sourced import next_to
 
 USUAL_SPLIT = "969,30,1"
-"""Megatron's own, where `--data-path` has none."""
-_LISTS = ("--data-args-path", "--per-split-data-args-path")
+"""Megatron's own, where the data have none."""
+_FILE, _FILE_OF_SPLITS = "--data-args-path", "--per-split-data-args-path"
 
 
 def read_data(reading: Reading) -> None:
     """Fills the keys of data, as far as the command names them."""
-    for flag in _LISTS:
-        reading.say(flag, "no-effect", "the file of data arguments is not read, and a step has as many tokens")
     reading.say("--test-data-path", "no-effect", "training reads no test data")
-    train = "--data-path" if reading.is_written("--data-path") else "--train-data-path"
-    if (data := _blend(reading, train)) is None:
+    if reading.is_written(_FILE_OF_SPLITS):
+        _read_file_of_splits(reading)
         return
-    reading.put("train.data", data, train)
-    if train == "--train-data-path":
-        if (held_out := _blend(reading, "--valid-data-path")) is not None:
-            reading.put("train.validation_data", held_out, "--valid-data-path")
+    flag = next((each for each in ("--data-path", _FILE) if reading.is_written(each)), "--train-data-path")
+    words = _words_of_file(reading) if flag == _FILE else _words_of(reading, flag)
+    if (data := _blend(reading, flag, words)) is None:
+        return
+    reading.put("train.data", data, flag)
+    if flag == "--train-data-path":
+        held_out = "--valid-data-path"
+        if (data := _blend(reading, held_out, _words_of(reading, held_out))) is not None:
+            reading.put("train.validation_data", data, held_out)
         return
     _read_split(reading)
 
@@ -49,18 +57,61 @@ def data_lines(plan: Plan) -> Iterator[tuple[str, ...]]:
     yield "--split", "90,10" if train.split is None else train.split
 
 
-def _blend(reading: Reading, flag: str) -> str | None:
-    """What a flag names, as a plan has it; None where that is nothing, or not known."""
+def _words_of(reading: Reading, flag: str) -> list[str]:
+    """The values of a flag; none where it is not given, or not known."""
     if not reading.is_written(flag):
-        return None
+        return []
     each = reading.last[flag]
     if each.unknown or not each.values:
         reading.say(flag, "no-effect", "which data it names is not known here, and a step has as many tokens")
+        return []
+    return list(each.values)
+
+
+def _words_of_file(reading: Reading) -> list[str]:
+    """What the file has whose words are the values of `--data-path`."""
+    text = _text_of_file(reading, _FILE)
+    if text is not None and not text.split():
+        reading.say(_FILE, "refused", "the file has no words", "train.data")
+    return [] if text is None else text.split()
+
+
+def _read_file_of_splits(reading: Reading) -> None:
+    """A JSON object of lists: train, valid and test."""
+    flag = _FILE_OF_SPLITS
+    if (text := _text_of_file(reading, flag)) is None:
+        return
+    try:
+        lists = json.loads(text)
+        words = {name: [str(word) for word in lists.get(name) or ()] for name in ("train", "valid")}
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        reading.say(flag, "refused", 'it is no JSON object such as {"train": ["0.3", "a", "0.7", "b"]}', "train.data")
+        return
+    for name, key in (("train", "train.data"), ("valid", "train.validation_data")):
+        if (data := _blend(reading, flag, words[name])) is not None:
+            reading.put(key, data, flag)
+
+
+def _text_of_file(reading: Reading, flag: str) -> str | None:
+    """The text of the file that a flag names; None, with the reason, for one that is not at hand."""
+    if not (named := _words_of(reading, flag)):
         return None
-    if len(each.values) == 1:
-        return each.values[0]
-    text = " ".join(map(shlex.quote, each.values))
-    if len(named_data(text)) * 2 == len(each.values):
+    try:
+        file = next_to(Path(reading.source).parent, Path(named[0]))
+        if file is not None and file.is_file():
+            return read_text(file)
+    except (OSError, ValueError, FileError):
+        pass
+    reading.say(flag, "no-effect", "no such text lies next to the script, and a step has as many tokens")
+    return None
+
+
+def _blend(reading: Reading, flag: str, words: Sequence[str]) -> str | None:
+    """What words name, as a plan has it; None where that is nothing, or not modelled."""
+    if len(words) < 2:
+        return words[0] if words else None
+    text = " ".join(map(shlex.quote, words))
+    if len(named_data(text)) * 2 == len(words):
         return text
     why = "several files without weights count by their sizes, which are not looked at. Give each a weight"
     reading.say(flag, "not-modelled", why)

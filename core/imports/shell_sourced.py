@@ -26,6 +26,15 @@ MOST_CHARACTERS = 1_000_000
 """Of all files that a script takes in, each as often as it is."""
 
 
+def next_to(folder: Path, path: Path) -> Path | None:
+    """A path by the folder of a script; None for one that leads out of it. Raises `ValueError` for what is no path."""
+    is_named_whole = path.is_relative_to(folder)  # as `Sourced.own_folder` makes it
+    if ".." in path.parts or (path.is_absolute() and not is_named_whole):
+        return None
+    found = (path if is_named_whole else folder / path).resolve()
+    return found if found.is_relative_to(folder.resolve()) else None
+
+
 @dataclass(frozen=True)
 class Unread:
     """A file that a script takes in and that is not read: as written, on which line, why, and whether without it the
@@ -63,7 +72,7 @@ class Sourced:
             self._leave(file, line, "the script lies in no folder")
             return None
         try:
-            path = self._next_to(self.folder, Path(file.text))
+            path = next_to(self.folder, Path(file.text))
             text = None if path is None else read_text(path)
         except (OSError, ValueError, FileError):
             self._leave(file, line, "there is no such text next to the script. Bring it, or leave the line out", True)
@@ -76,15 +85,6 @@ class Sourced:
             self.left -= len(text)
             return text
         return None
-
-    @staticmethod
-    def _next_to(folder: Path, path: Path) -> Path | None:
-        """A path by the folder of the script; None for one that leads out of it."""
-        is_named_whole = path.is_relative_to(folder)  # as `own_folder` makes it
-        if ".." in path.parts or (path.is_absolute() and not is_named_whole):
-            return None
-        found = (path if is_named_whole else folder / path).resolve()
-        return found if found.is_relative_to(folder.resolve()) else None
 
     def _leave(self, file: Argument, line: int, why: str, is_needed: bool = False) -> None:
         unread = Unread(file.text, line, why, is_needed)

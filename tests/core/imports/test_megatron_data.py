@@ -68,6 +68,38 @@ def test_every_argument_of_data_is_accounted_for(arguments, flag, status, key):
     assert flags(read(arguments))[flag] == (status, key)
 
 
+@pytest.mark.parametrize(
+    ("flag", "text", "data", "split", "held_out", "status"),
+    [
+        ("--data-args-path", "0.3 /news\n0.7 /books\n", "0.3 /news 0.7 /books", "969,30,1", None, "mapped"),
+        ("--data-args-path", "/data/news\n", "/data/news", "969,30,1", None, "mapped"),
+        ("--data-args-path", "a b c", "python-stdlib", None, None, "not-modelled"),
+        ("--data-args-path", " \n", "python-stdlib", None, None, "refused"),
+        ("--per-split-data-args-path", '{"train": ["0.3", "a", 0.7, "b"], "valid": ["c"], "test": null}',
+         "0.3 a 0.7 b", None, "c", "mapped"),
+        ("--per-split-data-args-path", '{"train": 3}', "python-stdlib", None, None, "refused"),
+        ("--per-split-data-args-path", "0.3 a", "python-stdlib", None, None, "refused"),
+    ],
+)  # fmt: skip
+def test_a_file_of_data_arguments_is_read_next_to_the_script(flag, text, data, split, held_out, status, tmp_path):
+    (tmp_path / "data.txt").write_text(text)
+    imported = imported_from(Request(COMMAND + f"{flag} data.txt", str(tmp_path / "pretrain.sh")))
+    assert flags(imported)[flag][0] == status
+    if status == "refused":
+        return
+    train = build_plan(imported.values, "pretrain.sh").train
+    assert (train.data, train.split, train.validation_data) == (data, split, held_out)
+
+
+@pytest.mark.parametrize("name", ["../data.txt", "/etc/hostname", "elsewhere.txt", "folder", "$DATA"])
+def test_a_file_of_data_arguments_elsewhere_is_not_read(name, tmp_path):
+    (tmp_path / "data.txt").write_text("a")
+    (tmp_path / "runs" / "folder").mkdir(parents=True)
+    imported = imported_from(Request(COMMAND + f"--data-args-path {name}", str(tmp_path / "runs" / "pretrain.sh")))
+    assert flags(imported)["--data-args-path"][0] == "no-effect"
+    assert build_plan(imported.values, "pretrain.sh").train.data == "python-stdlib"
+
+
 def test_data_of_a_plan_that_are_no_files_are_not_written_and_a_share_below_zero_is_refused():
     plan = build_plan(read("").values, "pretrain.sh")
     assert "data-path" not in write(plan).files[0][1]
