@@ -18,7 +18,7 @@ from .shell_values import Argument
 _ITSELF = r"\"?\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?\"?"
 _FOLDER = re.compile(
     rf"\$\(\s*(?:dirname\s+(?:--\s+)?{_ITSELF}|cd\s+(?:--\s+)?\"?\$\(\s*dirname\s+(?:--\s+)?{_ITSELF}\s*\)\"?"
-    r"(?:\s*>\s*/dev/null(?:\s+2>&1)?)?\s*&&\s*pwd(?:\s+-P)?)\s*\)"
+    r"(?:\s*(?:&>|>&|[12]?>)\s*(?:/dev/null|&1))*\s*&&\s*pwd(?:\s+-P)?)\s*\)"
 )
 
 

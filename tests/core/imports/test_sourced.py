@@ -41,6 +41,8 @@ def refused(found: Imported) -> list[tuple[int, str]]:
         'NAME=model; source "conf/${NAME}.sh"',
         'source $(dirname "$0")/conf/model.sh',
         'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"; source "$HERE/conf/model.sh"',
+        'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"; source "$HERE/conf/model.sh"',
+        'HERE=$(cd "$(dirname "$0")" >/dev/null 2>&1 && pwd -P); source "${HERE}/conf/model.sh"',
     ],
 )
 def test_what_lies_next_to_the_script_is_followed_and_its_values_have_the_line_that_takes_it_in(tmp_path, line):
