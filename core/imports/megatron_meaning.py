@@ -121,10 +121,8 @@ def _batch(reading: Reading, devices: int | None) -> None:
             "--global-batch-size",
             why="" if reading.given("--global-batch-size") else "micro batch times dp, Megatron's default",
         )
-    if not reading.is_written("--micro-batch-size"):
-        reading.refuse("--micro-batch-size", "", 0, "it is not given, and Megatron needs it", "batch.micro")
-    if not reading.is_written("--seq-length"):
-        reading.refuse("--seq-length", "", 0, "it is not given, and Megatron needs it", "batch.sequence")
+    reading.require("--micro-batch-size", "batch.micro")
+    reading.require("--seq-length", "batch.sequence")
     read_length(reading, size)
 
 

@@ -29,8 +29,7 @@ def read_model(reading: Reading) -> Model:
         ("--hidden-size", "hidden_size"),
         ("--num-attention-heads", "num_heads"),
     ):
-        if not reading.is_written(flag):
-            reading.refuse(flag, "", 0, "it is not given, and Megatron needs it", f"model.{key}")
+        reading.require(flag, f"model.{key}")
     _activation(reading, hidden)
     _attention(reading, hidden, heads)
     read_windows(reading, layers)

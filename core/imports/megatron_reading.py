@@ -139,6 +139,14 @@ class Reading:
         """Refuses what is no flag of the command itself."""
         self._defaults.append(Setting(flag, value, line, "refused", key, why))
 
+    def require(self, flag: str, key: str) -> None:
+        """Refuses a command without a flag that Megatron needs, and says where else it may be."""
+        if self.is_written(flag):
+            return
+        unread = next(iter(self.command.unread), None)
+        elsewhere = f"; line {unread.line} takes in {unread.written}, which is not read" if unread else ""
+        self.refuse(flag, "", 0, f"it is not given, and Megatron needs it{elsewhere}", key)
+
     def drop_defaults(self, *sections: str) -> None:
         """Takes back what only Megatron's defaults filled in some sections: another stack has others."""
         for setting in [each for each in self._defaults if each.key and each.key.partition(".")[0] in sections]:
