@@ -79,11 +79,11 @@ def test_what_lies_elsewhere_is_said_with_its_line(tmp_path, line, why):
 
 def test_what_megatron_needs_may_be_in_a_file_that_is_not_read(tmp_path):
     script = tmp_path / "pretrain.sh"
-    script.write_text("source ../models/small.sh\ntorchrun pretrain_gpt.py $MODEL --micro-batch-size 1\n")
+    script.write_text("source ../small.sh\ntorchrun pretrain_gpt.py --num-layers 8 --micro-batch-size 1 $MODEL\n")
     found = import_file(Request(script.read_text(), str(script)))
     assert found is not None
-    (why,) = [each.why for each in found.of_status("refused") if each.flag == "--num-layers"]
-    assert why.endswith("Megatron needs it; line 1 takes in ../models/small.sh, which is not read")
+    (why,) = [each.why for each in found.of_status("refused") if each.flag == "--hidden-size"]
+    assert why.endswith("Megatron needs it; line 1 takes in ../small.sh, which is not read")
 
 
 def test_a_variable_of_a_file_that_is_not_read_is_refused_where_it_decides(tmp_path):
