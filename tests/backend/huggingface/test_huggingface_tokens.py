@@ -18,7 +18,7 @@ SEQUENCE, SAMPLES = 32, 8
 LAYOUTS = (["--devices", "1"], ["--tp", "2", "--pp", "2", "--micro-batch", "2"], ["--dp", "2", "--zero", "2"])
 
 
-def gpt2(folder: Path, text: str, *, layers: int, hidden: int, vocab_size: int) -> Path:
+def gpt2(folder: Path, text: str, *, layers: int, hidden: int, heads: int, vocab_size: int) -> Path:
     """A folder of GPT-2's form with random weights and a tokenizer that was trained on `text`, as transformers
     writes it."""
     import tokenizers
@@ -30,8 +30,8 @@ def gpt2(folder: Path, text: str, *, layers: int, hidden: int, vocab_size: int) 
     end = "<|endoftext|>"
     PreTrainedTokenizerFast(tokenizer_object=library, eos_token=end, bos_token=end).save_pretrained(folder)
     torch.manual_seed(5)
-    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": 4, "n_positions": SEQUENCE, "bos_token_id": 0}
-    config = GPT2Config(vocab_size=library.get_vocab_size(), eos_token_id=0, **sizes)
+    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": SEQUENCE, "bos_token_id": 0}
+    config = GPT2Config(vocab_size=vocab_size, eos_token_id=0, **sizes)
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
@@ -39,9 +39,20 @@ def gpt2(folder: Path, text: str, *, layers: int, hidden: int, vocab_size: int) 
 @pytest.mark.parametrize(
     ("sizes", "steps", "layouts"),
     [
-        pytest.param({"layers": 2, "hidden": 32, "vocab_size": 300}, 4, LAYOUTS[1:], id="small"),
+        pytest.param({"layers": 2, "hidden": 32, "heads": 4, "vocab_size": 300}, 4, LAYOUTS[1:], id="small"),
         pytest.param(
-            {"layers": 4, "hidden": 128, "vocab_size": 4096}, 50, LAYOUTS, id="four layers", marks=pytest.mark.full
+            {"layers": 4, "hidden": 128, "heads": 4, "vocab_size": 4096},
+            50,
+            LAYOUTS,
+            id="four layers",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"layers": 12, "hidden": 768, "heads": 12, "vocab_size": 50_257},
+            50,
+            LAYOUTS[1:],
+            id="GPT-2",
+            marks=pytest.mark.full,
         ),
     ],
 )
