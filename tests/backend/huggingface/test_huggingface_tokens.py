@@ -92,7 +92,7 @@ def test_a_model_with_its_tokenizer_is_trained_on_a_text_and_loaded_by_transform
 
 
 def test_another_tokenizer_than_the_models_is_refused(tmp_path, capsys):
-    model = gpt2(tmp_path / "model", "some words of a text", layers=1, hidden=8, vocab_size=260)
+    model = gpt2(tmp_path / "model", "some words of a text", layers=1, hidden=8, heads=4, vocab_size=260)
     other = bpe_tokenizer(tmp_path / "other", ["a text of other words, words, words"], vocab_size=270)
     (tmp_path / "t.txt").write_text("words " * 500)
     train = ["train", "--model", str(model), "--dtype", "fp32", "--global-batch", "2", "--sequence", "16"]
