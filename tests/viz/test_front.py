@@ -95,3 +95,4 @@ def test_a_prediction_lies_by_both_times_and_by_its_error():
     assert errors[-1].x == right == pytest.approx(picture.width - 24 - 1.5)  # 200% is at the edge
     texts = {mark.text for mark in picture.marks if isinstance(mark, Text)}
     assert {"one", "two", "Predicted and published: 3 training steps"} <= texts
+    assert "error of each, its middle half, and the median; 1 beyond 50% at the edge" in texts

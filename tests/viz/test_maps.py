@@ -120,6 +120,16 @@ def test_the_verb_draws_a_plan_in_every_form(tmp_path, capsys, what):
     assert list(report["axes"]) == ["pp"] and report["num_ranks"] == 16
 
 
+def test_a_map_of_3840_pixels_is_that_of_1600_with_larger_type(tmp_path):
+    heads = []
+    for width in (1600, 3840):
+        assert main(["draw", *PLAN, "--what", "layout", "--width", str(width), "-o", str(tmp_path / "x.svg")]) == 0
+        heads.append((tmp_path / "x.svg").read_text().partition("<svg")[2])
+    small, large = heads
+    assert 'width="1600"' in small and 'width="3840"' in large
+    assert small.partition("viewBox")[2] == large.partition("viewBox")[2]
+
+
 @pytest.mark.parametrize(
     "options, said",
     [

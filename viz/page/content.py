@@ -61,6 +61,7 @@ def _header(time_unit: TimeUnit, num_chunks: int, **more: Any) -> dict[str, Any]
             for kind in Kind
             if kind in palette.FILLS
         },
+        "dark_fills": {kind.name: [color] for kind, color in palette.DARK_FILLS.items()},
         "causes": palette.CAUSES,
         "components": palette.COMPONENTS,
         **more,

@@ -70,12 +70,11 @@ class Page {
     const legend = element("legend");
     legend.replaceChildren();
     element("findings").replaceChildren();
-    for (const kind of Object.keys(header.names)) {
-      if (used.has(kind)) legend.append(swatch(header.fills[kind][0], header.names[kind]));
-    }
+    this.used = Object.keys(header.names).filter((kind) => used.has(kind));
+    this.legendOfKinds = document.createElement("span");
     this.legendOfCauses = document.createElement("span");
     this.legendOfParts = document.createElement("span");
-    legend.append(this.legendOfCauses, this.legendOfParts);
+    legend.append(this.legendOfKinds, this.legendOfCauses, this.legendOfParts);
     for (const [index, entry] of header.timelines.entries()) {
       for (const finding of entry.findings) {
         const button = document.createElement("button");
@@ -147,7 +146,6 @@ class Page {
       this.redraw();
     });
     document.addEventListener("keydown", (event) => this.key(event));
-    search.value = this.view.query;
     search.addEventListener("input", () => {
       this.view.query = search.value;
       this.repaint();
@@ -273,12 +271,14 @@ class Page {
     this.hits = header.timelines.map((entry) => found(header, entry, view.query));
     this.paints = { header, colors: new Colors(header, view.theme, view.shows.causes), hits: this.hits };
     this.arrange();
+    if (element("search").value !== view.query) element("search").value = view.query;
     const count = this.hits.reduce((sum, hits) => sum + (hits ? hits.reduce((a, b) => a + b, 0) : 0), 0);
     element("count").textContent = view.query.trim() ? `${count} found` : "";
     for (const name of Object.keys(view.shows)) element(`show-${name}`).setAttribute("aria-pressed", view.shows[name]);
     const parts = header.timelines.flatMap((entry) => entry.memory_parts);
     element("show-components").hidden = !parts.length;
     const names = view.shows.components && view.shows.memory ? new Set(parts.map((part) => part.name)) : [];
+    this.legendOfKinds.replaceChildren(...this.used.map((kind) => swatch(fillsOf(header, view.theme, kind)[0], header.names[kind])));
     this.legendOfParts.replaceChildren(...[...names].map((name) => swatch(header.components[name], name)));
     this.legendOfCauses.replaceChildren(...(view.shows.causes ? this.causesSeen() : []));
     this.say();
@@ -286,21 +286,23 @@ class Page {
     else this.redraw();
   }
 
-  // Rows from top to bottom; where they leave room they are made up to twice as high.
+  // Rows from top to bottom, in the type of the window's width; where they leave room they are made up to twice as high.
   arrange() {
+    setType(element("canvas").parentElement.clientWidth);
     const { header, view, tracks } = this, room = element("canvas").parentElement.clientHeight - AXIS;
     this.rows = rowsOf(header, view, tracks, 1);
     const stretch = Math.min(2, room / this.rows.total);
     if (stretch > 1.05) this.rows = rowsOf(header, view, tracks, stretch);
   }
 
-  // The causes of idle time that there are, for the legend.
+  // The causes of idle time that there are, for the legend, those of one colour together.
   causesSeen() {
-    const { header, view } = this, at = view.theme === "dark" ? 1 : 0;
-    return Object.entries(header.causes).flatMap(([cause, pair], index) => {
+    const { header, view } = this, at = view.theme === "dark" ? 1 : 0, seen = new Map();
+    Object.entries(header.causes).forEach(([cause, pair], index) => {
       const names = header.timelines.filter((entry) => entry.gap_cause.includes(index)).map((entry) => causeIn(entry, cause));
-      return names.length ? [swatch(pair[at], `idle: ${[...new Set(names)].join(" / ")}`)] : [];
+      if (names.length) seen.set(pair[at], new Set([...(seen.get(pair[at]) ?? []), ...names]));
     });
+    return [...seen].map(([color, names]) => swatch(color, `idle: ${[...names].join(" / ")}`));
   }
 
   redraw() {
@@ -453,7 +455,7 @@ class Page {
     }
     const [timeline, span] = view.chosen, entry = header.timelines[timeline];
     const lines = this.words(entry, span).map((line) => Object.assign(document.createElement("div"), { textContent: line }));
-    const links = (label, spans) => {
+    const causes = [], links = (label, spans) => {
       const line = document.createElement("div");
       if (!spans.length) return line;
       line.append(`${label} `);
@@ -467,10 +469,14 @@ class Page {
       return line;
     };
     const chain = chainOf(entry, span), at = chain.indexOf(span);
-    lines.push(links("waited for", [...waitsOf(entry, span)].sort((a, b) => entry.end[b] - entry.end[a])));
-    lines.push(links("waited on by", [...laterOf(entry, span)].sort((a, b) => entry.start[a] - entry.start[b])));
-    lines.push(Object.assign(document.createElement("div"), { textContent: `in a chain of ${chain.length}: ${at} led to it, ${chain.length - at - 1} follow` }));
-    details.replaceChildren(...lines);
+    causes.push(links("waited for", [...waitsOf(entry, span)].sort((a, b) => entry.end[b] - entry.end[a])));
+    causes.push(links("waited on by", [...laterOf(entry, span)].sort((a, b) => entry.start[a] - entry.start[b])));
+    causes.push(Object.assign(document.createElement("div"), { textContent: `in a chain of ${chain.length}: ${at} led to it, ${chain.length - at - 1} follow` }));
+    details.replaceChildren(...[lines, causes].map((each) => {
+      const column = document.createElement("div");
+      column.append(...each);
+      return column;
+    }));
   }
 
   next(step) {

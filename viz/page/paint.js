@@ -1,6 +1,6 @@
 // Draws what is seen onto a canvas. Lengths are in CSS pixels.
 
-const FONT = "11px system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const FONTS = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif";
 
 class Painter {
   constructor(canvas, header) {
@@ -42,7 +42,9 @@ class Painter {
     context.setTransform(this.scale, 0, 0, this.scale, 0, 0);
     context.fillStyle = colors.ground;
     context.fillRect(0, 0, this.width, this.height);
-    context.font = FONT;
+    context.font = `${11 * TYPE}px ${FONTS}`;
+    if (this.type !== TYPE) this.widths.clear();
+    this.type = TYPE;
     context.textBaseline = "middle";
     this.boxes = 0;
     context.save();
@@ -56,8 +58,8 @@ class Painter {
     }
     this.findings(rows, top);
     context.beginPath();
-    context.rect(LABEL, AXIS, this.width, this.height - AXIS);
-    context.clip(); // outlines and arrows of what lies further left cross no name of a rank
+    context.rect(LABEL, AXIS, this.plot, this.height - AXIS);
+    context.clip(); // outlines and arrows of what lies further left cross no name of a rank, and none the edge
     if (view.critical) for (const entry of this.header.timelines) this.chain(criticalOf(entry), rows, top, entry, dark ? "#ff9d5c" : "#b3400a");
     if (view.chosen) {
       const entry = this.header.timelines[view.chosen[0]];
@@ -82,7 +84,7 @@ class Painter {
     context.strokeStyle = this.rule;
     context.fillStyle = this.muted;
     context.textAlign = "center";
-    const step = niceStep(((view.hi - view.lo) / Math.max(this.plot / 110, 1)) / unit.scale);
+    const step = niceStep(((view.hi - view.lo) / Math.max(this.plot / (110 * TYPE), 1)) / unit.scale);
     const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     context.beginPath();
     for (let k = Math.ceil(view.lo / unit.scale / step - 1e-9); k * step * unit.scale <= view.hi * (1 + 1e-12); k++) {
@@ -90,13 +92,13 @@ class Painter {
       context.moveTo(x, AXIS - 6);
       context.lineTo(x, AXIS);
       const text = (k * step).toFixed(digits);
-      if (x + this.widthOf(text) / 2 < this.width) context.fillText(text, x, AXIS - 15);
+      if (x + this.widthOf(text) / 2 < this.width) context.fillText(text, x, AXIS / 2);
     }
     context.moveTo(0, AXIS - 0.5);
     context.lineTo(this.width, AXIS - 0.5);
     context.stroke();
     context.textAlign = "left";
-    context.fillText(unit.name, 10, AXIS - 15);
+    context.fillText(unit.name, 10, AXIS / 2);
   }
 
   row(row, top) {
@@ -105,10 +107,10 @@ class Painter {
     context.fillStyle = this.ink;
     const first = row.tracks[0];
     const middle = top + row.y + (first ? first.height : row.height) / 2;
-    if (!row.folded || row.height >= 10) context.fillText(`${row.folded ? "▸" : "▾"} ${row.label[0]}`, 8, middle);
-    if (row.label[1] && row.height > 26) {
+    if (!row.folded || row.height >= 10 * TYPE) context.fillText(`${row.folded ? "▸" : "▾"} ${row.label[0]}`, 8, middle);
+    if (row.label[1] && row.height > 26 * TYPE) {
       context.fillStyle = this.muted;
-      context.fillText(row.label[1], 20, middle + 14);
+      context.fillText(row.label[1], 20 * TYPE, middle + 14 * TYPE);
     }
     for (const place of row.tracks) this.track(place, top);
     if (row.memory) this.memory(row, top);
@@ -146,7 +148,7 @@ class Painter {
         context.fillRect(x, y + height / 2, width - gap, height / 2);
       }
       this.boxes++;
-      if (height >= 18 && track.ref[i] >= 0 && width > 13) {
+      if (height >= 18 * TYPE && track.ref[i] >= 0 && width > 13 * TYPE) {
         this.label(track, i, x, y, width, height);
         last = -1;
       }
@@ -256,7 +258,7 @@ class Painter {
     context.fillStyle = this.muted;
     context.textAlign = "left";
     const peak = peakOf(entry, rank);
-    context.fillText(`peak ${formatHeld(this.header, peak.bytes)}`, 20, y + height / 2);
+    context.fillText(`peak ${formatHeld(this.header, peak.bytes)}`, 20 * TYPE, y + height / 2);
     if (peak.time >= view.lo && peak.time <= view.hi) {
       context.beginPath();
       context.arc(this.x(peak.time), place(peak.bytes), 3, 0, 2 * Math.PI);

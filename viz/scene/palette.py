@@ -33,6 +33,9 @@ FILLS = {
 """Fill of the first chunk; later chunks are mixed with white. OVERLAP_F_B has no colour of its own: its
 halves are an F and a B."""
 
+DARK_FILLS = {Kind.STEP: "#aab4be"}
+"""Fills on a dark ground, of kinds that could not be told from it."""
+
 ANSI = {
     Kind.F: 67,
     Kind.B: 36,
@@ -112,9 +115,22 @@ def mix(color: str, white: float) -> str:
 
 def text_on(color: str) -> str:
     """White or ink, whichever contrasts more (relative luminance of WCAG 2.2)."""
+    return PAPER if _luminance(color) < 0.3 else INK
+
+
+def contrast(one: str, other: str) -> float:
+    """How well two colours can be told apart, from 1 to 21 (contrast ratio of WCAG 2.2; 3 is enough for a shape).
+
+    >>> contrast("#ffffff", "#000000")
+    21.0
+    """
+    dark, light = sorted((_luminance(one), _luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(color: str) -> float:
     linear = [((c / 255 + 0.055) / 1.055) ** 2.4 if c > 10 else c / 255 / 12.92 for c in _channels(color)]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return PAPER if luminance < 0.3 else INK
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def curve(index: int, count: int) -> str:

@@ -437,3 +437,50 @@ def test_times_have_the_digits_that_show_a_short_action(opened):
     browser.run(f"page.choose(0, {span})")
     begin, end = details(browser).partition("from ")[2].partition(" on rank")[0].split(" to ")
     assert begin != end
+
+
+def test_type_grows_on_wide_windows_and_names_of_ranks_keep_their_room(opened, step):
+    browser = opened(step.timeline)
+    font = "[page.painter.context.font, getComputedStyle(document.body).fontSize]"
+    assert browser.run(font)[0].startswith("11px") and browser.run(font)[1] == "13px"
+    browser.size(3840, 2160)
+    browser.settle()
+    size = browser.run("Number.parseFloat(page.painter.context.font)")
+    assert size == pytest.approx(11 * 18 / 13, abs=1e-3) and browser.run(font)[1] == "18px"
+    names = "['rank 2', 'peak 88.88 GiB'].map((name) => page.painter.context.measureText(name).width)"
+    left = browser.run("page.painter.x(page.view.lo)")
+    assert all(20 * 18 / 13 + width < left for width in browser.run(names))
+    browser.size(1280, 800)
+
+
+def test_on_a_dark_ground_an_optimizer_step_can_be_told_from_the_ground_and_from_idle_time(opened, step):
+    browser = opened(step.timeline, view="#theme=dark")
+    shown = browser.run("page.paints.colors.css[page.paints.colors.kinds[page.header.kinds.indexOf('STEP')][0]]")
+    swatches = "[...page.legendOfKinds.querySelectorAll('i')].map((each) => each.style.background)"
+    color = "rgb({}, {}, {})".format(*(int(shown[at : at + 2], 16) for at in (1, 3, 5)))
+    assert color in browser.run(swatches)
+    for ground in ("#15191e", *(dark for _, dark in palette.CAUSES.values())):
+        assert palette.contrast(shown, ground) > 3
+    browser.press("t")
+    assert color not in browser.run(swatches)
+
+
+def test_what_is_said_of_an_action_of_two_timelines_is_seen_without_scrolling(opened, step):
+    browser = opened(step.timeline, replace(step.timeline, source="measured"))
+    x, y = middle_of(browser, "1B2", rank=2)
+    browser.click(x, y)
+    assert "predicted" in details(browser) or "measured" in details(browser)
+    assert browser.run(
+        "(({ scrollHeight, clientHeight }) => scrollHeight <= clientHeight)(document.getElementById('details'))"
+    )
+
+
+def test_every_colour_of_idle_time_is_in_the_legend_once_and_the_search_is_that_of_the_address(opened, step):
+    browser = opened(step.timeline, view="#show=causes&q=4F7")
+    swatches = browser.run("[...page.legendOfCauses.querySelectorAll('i')].map((each) => each.style.background)")
+    assert len(swatches) == len(set(swatches)) > 2
+    assert "idle: warm-up / end" in browser.run("page.legendOfCauses.textContent")
+    assert browser.run("document.getElementById('search').value") == "4F7"
+    browser.run("location.hash = '#q=SEND_F'")
+    browser.settle()
+    assert browser.run("document.getElementById('search').value") == "SEND_F"
