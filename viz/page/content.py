@@ -18,6 +18,7 @@ from ...core.schedule.waits import gaps_of, waits_of
 from ..scene import palette
 from ..scene.axis import TimeUnit
 from ..scene.lanes import chunks_of, compare_lanes, order_note, role_of, sorted_lanes
+from ..scene.scene import OWN_SCALE_FROM
 from .schedules import Sized, library
 
 
@@ -54,6 +55,7 @@ def _header(time_unit: TimeUnit, num_chunks: int, **more: Any) -> dict[str, Any]
     """What every page knows: names and colours."""
     return {
         "unit": time_unit,
+        "own_scale_from": OWN_SCALE_FROM,
         "kinds": [kind.name for kind in Kind],
         "names": {kind.name: name for kind, name in palette.NAMES.items()},
         "fills": {

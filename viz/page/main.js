@@ -61,10 +61,12 @@ class Page {
     const sentences = header.timelines.map((entry) => {
       const worst = entry.bubbles.reduce((at, bubble, i) => (bubble > entry.bubbles[at] + 1e-9 ? i : at), 0);
       const bubble = entry.ranks.length ? `, bubble ${(100 * entry.bubbles[worst]).toFixed(1)}% on rank ${entry.ranks[worst]}` : "";
-      return `${entry.source}: ${formatTime(header, entry.makespan_s)}${bubble}`;
+      const [{ makespan_s: first, source }] = header.timelines, times = entry.makespan_s / first;
+      const against = entry.number > 0 && first > 0 ? `, ${Number(times.toPrecision(3))} x ${source}` : "";
+      return `${entry.source}: ${formatTime(header, entry.makespan_s)}${bubble}${against}`;
     });
     if (header.note) sentences.push(header.note);
-    element("notes").textContent = sentences.join(" · ");
+    this.sentences = sentences;
     const used = new Set(header.kinds.filter((_, at) => header.timelines.some(({ kind }) => kind.includes(at))));
     if (used.delete("OVERLAP_F_B")) used.add("F").add("B");
     const legend = element("legend");
@@ -193,6 +195,7 @@ class Page {
       e: () => this.toggle("messages"),
       r: () => this.toggle("collectives"),
       g: () => this.toggle("groups"),
+      o: () => this.header.timelines.length > 1 && this.toggle("own"),
       f: () => this.foldAll(),
       t: () => this.toggleTheme(),
       "?": () => element("keys").showModal(),
@@ -275,6 +278,9 @@ class Page {
     const count = this.hits.reduce((sum, hits) => sum + (hits ? hits.reduce((a, b) => a + b, 0) : 0), 0);
     element("count").textContent = view.query.trim() ? `${count} found` : "";
     for (const name of Object.keys(view.shows)) element(`show-${name}`).setAttribute("aria-pressed", view.shows[name]);
+    const { own } = view.shows;
+    element("notes").textContent = [...this.sentences, ...(own ? ["each on its own time axis"] : [])].join(" · ");
+    element("show-own").hidden = header.timelines.length < 2;
     const parts = header.timelines.flatMap((entry) => entry.memory_parts);
     element("show-components").hidden = !parts.length;
     const names = view.shows.components && view.shows.memory ? new Set(parts.map((part) => part.name)) : [];
@@ -288,8 +294,9 @@ class Page {
 
   // Rows from top to bottom, in the type of the window's width; where they leave room they are made up to twice as high.
   arrange() {
-    setType(element("canvas").parentElement.clientWidth);
-    const { header, view, tracks } = this, room = element("canvas").parentElement.clientHeight - AXIS;
+    const { header, view, tracks } = this;
+    setType(element("canvas").parentElement.clientWidth, view.shows.own ? header.timelines.length : 1);
+    const room = element("canvas").parentElement.clientHeight - AXIS;
     this.rows = rowsOf(header, view, tracks, 1);
     const stretch = Math.min(2, room / this.rows.total);
     if (stretch > 1.05) this.rows = rowsOf(header, view, tracks, stretch);
@@ -342,11 +349,12 @@ class Page {
     const row = this.rows.find((each) => height >= each.y && height < each.y + each.height);
     if (!row) return null;
     if (row.memory && x >= LABEL && height >= row.memory.y && height < row.memory.y + row.memory.height) {
-      return { row, time: painter.timeAt(x) };
+      return { row, time: painter.timeAt(x, view.seen(row.entry)) };
     }
     const place = row.tracks.find((each) => height >= each.y && height < each.y + each.height + 1);
     if (!place || x < LABEL) return { row };
-    const track = place.track.ready(this.paints), time = painter.timeAt(x), slack = (2 * (view.hi - view.lo)) / painter.plot;
+    const track = place.track.ready(this.paints), seen = view.seen(row.entry), time = painter.timeAt(x, seen);
+    const slack = (2 * (seen.hi - seen.lo)) / painter.plot;
     let i = track.after(time - slack);
     while (i + 1 < track.start.length && track.end[i] < time && track.start[i + 1] <= time) i++;
     if (i >= track.start.length || track.start[i] > time + slack) return { row, place };

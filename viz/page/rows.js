@@ -7,10 +7,10 @@ const HEIGHTS = { compute: 24, thin: 10, message: 6, collective: 8, memory: 44, 
 let TYPE = 1, LABEL = 132, AXIS = 30;
 
 // On windows of more than 2,500 pixels type grows with them, as that of `page.css` does.
-function setType(width) {
+function setType(width, axes) {
   TYPE = Math.min(Math.max((3 + 0.004 * width) / 13, 1), 18 / 13);
   LABEL = Math.round(132 * TYPE);
-  AXIS = Math.round(30 * TYPE);
+  AXIS = Math.round((axes > 1 ? 22 * axes : 30) * TYPE);
 }
 
 // The colours of a kind of action by chunk, none of a pair, which has those of its halves.

@@ -11,11 +11,29 @@ class View {
     this.scroll = 0;
     this.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
     const ranks = Math.max(...header.timelines.map((entry) => entry.ranks.length));
-    this.shows = { messages: ranks <= 8, collectives: true, memory: ranks <= 16, causes: true, groups: ranks > 64, components: false };
+    this.shows = { messages: ranks <= 8, collectives: true, memory: ranks <= 16, causes: true, groups: ranks > 64, components: false, own: this.differs };
     this.folded = new Set();
     this.query = "";
     this.chosen = null; // [timeline, span]
     this.critical = false;
+  }
+
+  // Whether one of two timelines would be hardly seen on the other's axis.
+  get differs() {
+    const lengths = this.header.timelines.map((entry) => entry.makespan_s);
+    return lengths.length > 1 && Math.max(...lengths) > this.header.own_scale_from * Math.min(...lengths);
+  }
+
+  // How many times longer a timeline is drawn than its seconds are on the common axis: as long as the longest where each
+  // has an axis of its own.
+  stretch(entry) {
+    return this.shows.own ? this.end / Math.max(entry.makespan_s, LEAST_SPAN_S) : 1;
+  }
+
+  // What is seen of a timeline, in its own times.
+  seen(entry) {
+    const stretch = this.stretch(entry);
+    return { lo: this.lo / stretch, hi: this.hi / stretch };
   }
 
   // Moves the times by a share of what is seen, or scales them around a time.
@@ -39,7 +57,8 @@ class View {
 
   // Brings a span into sight, with some of what is around it.
   show(entry, span) {
-    const start = entry.start[span], end = entry.end[span], length = this.hi - this.lo;
+    const stretch = this.stretch(entry), length = this.hi - this.lo;
+    const start = entry.start[span] * stretch, end = entry.end[span] * stretch;
     if (start >= this.lo && end <= this.hi && end - start > length / 400) return;
     const wanted = Math.max((end - start) * 24, this.end * 1e-9);
     const shown = end - start > length / 400 && end - start < length ? length : wanted;

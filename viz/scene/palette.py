@@ -34,7 +34,7 @@ FILLS = {
 halves are an F and a B."""
 
 DARK_FILLS = {Kind.STEP: "#aab4be"}
-"""Fills on a dark ground, of kinds that could not be told from it."""
+"""Fills on a dark ground, of kinds that could hardly be seen on it."""
 
 ANSI = {
     Kind.F: 67,
@@ -119,7 +119,7 @@ def text_on(color: str) -> str:
 
 
 def contrast(one: str, other: str) -> float:
-    """How well two colours can be told apart, from 1 to 21 (contrast ratio of WCAG 2.2; 3 is enough for a shape).
+    """How far apart two colours are, from 1 to 21 (contrast ratio of WCAG 2.2; 3 is enough for a shape).
 
     >>> contrast("#ffffff", "#000000")
     21.0

@@ -27,6 +27,7 @@ from shardproof.viz.scene import palette
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 
+GIB = 2**30
 AWKWARD = """</script><script>document.title = "broken"</script> "quoted" & 'so' <b>"""
 
 
@@ -67,24 +68,24 @@ def details(browser):
 TOKENS = """(entry, header) => (i) =>
   `${entry.stage[i]}${header.kinds[entry.kind[i]]}${entry.microbatch[i] < 0 ? "" : entry.microbatch[i]}`"""
 
-MIDDLE = """((wanted, rank) => {
-  const entry = page.header.timelines[0], token = (TOKENS)(entry, page.header);
+MIDDLE = """((wanted, rank, number) => {
+  const entry = page.header.timelines[number], token = (TOKENS)(entry, page.header);
   const box = document.getElementById("canvas").getBoundingClientRect();
   for (const row of page.rows) {
     if (row.entry !== entry || entry.ranks[row.rank] !== rank) continue;
     for (const { track, y, height } of row.tracks) {
       const span = track.ref.find((each) => each >= 0 && token(each) === wanted);
       if (span === undefined) continue;
-      const x = page.painter.x((entry.start[span] + entry.end[span]) / 2);
-      return [box.left + x, box.top + 30 + y - page.view.scroll + height / 2];
+      const x = page.painter.x((entry.start[span] + entry.end[span]) / 2, page.view.seen(entry));
+      return [box.left + x, box.top + page.painter.top + y - page.view.scroll + height / 2];
     }
   }
 })""".replace("TOKENS", TOKENS)
 
 
-def middle_of(browser, action, rank=0):
+def middle_of(browser, action, rank=0, timeline=0):
     """Where an action lies on the screen."""
-    found = browser.run(f"{MIDDLE}({json.dumps(action)}, {rank})")
+    found = browser.run(f"{MIDDLE}({json.dumps(action)}, {rank}, {timeline})")
     assert found is not None, f"{action} is not on the page"
     return found
 
@@ -224,15 +225,59 @@ def test_an_address_that_says_nonsense_is_harmless(opened, step):
     assert browser.run("[page.view.lo, page.view.chosen, page.view.query, page.rows.length]") == [0, None, "", 3]
 
 
-def test_two_timelines_lie_rank_by_rank_and_an_action_knows_the_other(opened, full):
-    spans = full.spans
-    slower = Timeline(
-        type(spans)(spans.global_rank, spans.lane, spans.lanes, spans.actions, spans.start_s * 2, spans.end_s * 2),
-        "measured",
-        full.memory,
-        full.title,
+def slower(timeline, times):
+    """The timeline as if measured, so many times as long."""
+    spans = timeline.spans
+    moved = type(spans)(
+        spans.global_rank, spans.lane, spans.lanes, spans.actions, spans.start_s * times, spans.end_s * times
     )
-    browser = opened(full, slower)
+    memory = tuple(replace(each, time_s=each.time_s * times) for each in timeline.memory)
+    return Timeline(moved, "measured", memory, timeline.title)
+
+
+def test_of_timelines_that_differ_fifty_fold_each_has_an_axis_of_its_own_and_a_key_puts_both_on_one(opened, full):
+    browser = opened(full, slower(full, 50))
+    notes = "document.getElementById('notes').textContent"
+    assert "50 x predicted" in browser.run(notes) and "each on its own time axis" in browser.run(notes)
+    both = [middle_of(browser, "1B0", rank=1, timeline=number) for number in (0, 1)]
+    assert both[0][0] == pytest.approx(both[1][0]) and both[0][1] < both[1][1]
+    browser.mouse("mouseMoved", *both[1])
+    browser.settle()
+    tip = browser.run("document.getElementById('tip').textContent")
+    assert tip.startswith("1B0: backward, 100 s") and "predicted: 2 s from 2 s" in tip
+    browser.click(*both[1])
+    assert browser.run("page.view.chosen[0]") == 1
+    browser.run("page.remember()")
+    assert "own" in browser.run("location.hash").partition("show=")[2].partition("&")[0]
+    browser.press("o")
+    assert "own time axis" not in browser.run(notes)
+    one, other = (middle_of(browser, "1B0", rank=1, timeline=number)[0] for number in (0, 1))
+    left = browser.run("page.painter.x(0)")
+    assert (other - left) / (one - left) == pytest.approx(50)
+
+
+def test_timelines_of_about_the_same_length_share_an_axis_and_one_alone_has_no_choice(opened, full):
+    browser = opened(full, slower(full, 2))
+    assert browser.run("[page.view.shows.own, document.getElementById('show-own').hidden]") == [False, False]
+    browser = opened(full)
+    browser.press("o")
+    assert browser.run("[page.view.shows.own, document.getElementById('show-own').hidden]") == [False, True]
+
+
+def test_memory_ends_with_its_timeline_and_its_scale_does_not_show_what_is_far_away(opened, full):
+    browser = opened(full, slower(full, 2), extras=[Extra(100 * GIB)] * 2, view="#show=memory&theme=light")
+    left, y, width = browser.run(
+        "(({ left, top }, { memory }) => [left + page.painter.x(0), "
+        "top + page.painter.top + memory.y + 0.6 * memory.height, "
+        "page.painter.plot])(document.getElementById('canvas').getBoundingClientRect(), page.rows[0])"
+    )
+    picture = matplotlib.image.imread(io.BytesIO(browser.screenshot()))[..., :3]
+    held, beyond = (picture[int(y), int(left + share * width)] for share in (0.25, 0.75))
+    assert held.min() < 0.9 and beyond.min() == 1.0
+
+
+def test_two_timelines_lie_rank_by_rank_and_an_action_knows_the_other(opened, full):
+    browser = opened(full, slower(full, 2))
     labels = browser.run("page.rows.map((row) => row.label.join(' '))")
     assert labels == ["rank 0 predicted", "rank 0 measured", "rank 1 predicted", "rank 1 measured"]
     assert "in the same order" in browser.run("document.getElementById('notes').textContent")
@@ -453,7 +498,7 @@ def test_type_grows_on_wide_windows_and_names_of_ranks_keep_their_room(opened, s
     browser.size(1280, 800)
 
 
-def test_on_a_dark_ground_an_optimizer_step_can_be_told_from_the_ground_and_from_idle_time(opened, step):
+def test_on_a_dark_ground_an_optimizer_step_differs_from_the_ground_and_from_idle_time(opened, step):
     browser = opened(step.timeline, view="#theme=dark")
     shown = browser.run("page.paints.colors.css[page.paints.colors.kinds[page.header.kinds.indexOf('STEP')][0]]")
     swatches = "[...page.legendOfKinds.querySelectorAll('i')].map((each) => each.style.background)"
