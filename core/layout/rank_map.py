@@ -129,9 +129,9 @@ def _axis(name: str, groups: list[list[int]], num_ranks: int, unit: tuple[int, i
     place = np.full(num_ranks, NOWHERE)
     for number, group in enumerate(groups):
         place[group] = number if name == MODULE else np.arange(len(group))
-    spreads = [max(len({rank // size for rank in group}) for group in groups) for size in unit]
+    nodes, racks = (max(len({rank // size for rank in group}) for group in groups) for size in unit)
     size = len(groups) if name == MODULE else max(map(len, groups))
-    return AxisMap(name, size, place, tuple(groups[0]), len(groups), *spreads, min(map(len, groups)))
+    return AxisMap(name, size, place, tuple(groups[0]), len(groups), nodes, racks, min(map(len, groups)))
 
 
 def spread_text(axis: AxisMap, num_racks: int) -> str:

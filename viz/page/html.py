@@ -13,7 +13,7 @@ from ..scene.axis import TimeUnit
 from .content import Extra, packed, packed_schedules
 from .schedules import Sized
 
-SCRIPTS = ("unpack.js", "view.js", "rows.js", "paint.js", "engine.js", "sliders.js", "main.js")
+SCRIPTS = ("unpack.js", "view.js", "rows.js", "paint.js", "engine.js", "sliders.js", "print.js", "main.js")
 """In the order in which they build on each other."""
 
 

@@ -1,7 +1,5 @@
 // The page: what the user does becomes a view, and a view a picture.
 
-const MOST_PRINTED = 6000; // pixels of height
-
 const element = (id) => document.getElementById(id);
 
 async function begin() {
@@ -101,17 +99,9 @@ class Page {
         this.repaint();
       }
     });
-    addEventListener("beforeprint", () => {
-      this.before = { theme: this.view.theme, scroll: this.view.scroll };
-      Object.assign(this.view, { theme: "light", scroll: 0 });
-      canvas.parentElement.style.cssText = `flex: none; height: ${Math.min(this.rows.total + AXIS, MOST_PRINTED)}px`;
-      this.repaint(true);
-    });
-    addEventListener("afterprint", () => {
-      Object.assign(this.view, this.before);
-      canvas.parentElement.style.cssText = "";
-      this.repaint();
-    });
+    this.paper = new Paper(this);
+    addEventListener("beforeprint", () => this.paper.fill());
+    addEventListener("afterprint", () => this.paper.clear());
     canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
       if (event.ctrlKey || event.metaKey) this.view.zoom(Math.exp(event.deltaY * 0.002), this.painter.timeAt(event.offsetX));
@@ -268,7 +258,7 @@ class Page {
   }
 
   // Colours and rows anew, then a picture.
-  repaint(now = false) {
+  repaint() {
     const { header, view } = this;
     document.documentElement.dataset.theme = view.theme;
     this.hits = header.timelines.map((entry) => found(header, entry, view.query));
@@ -288,15 +278,14 @@ class Page {
     this.legendOfParts.replaceChildren(...[...names].map((name) => swatch(header.components[name], name)));
     this.legendOfCauses.replaceChildren(...(view.shows.causes ? this.causesSeen() : []));
     this.say();
-    if (now) this.picture();
-    else this.redraw();
+    this.redraw();
   }
 
   // Rows from top to bottom, in the type of the window's width; where they leave room they are made up to twice as high.
   arrange() {
     const { header, view, tracks } = this;
-    setType(element("canvas").parentElement.clientWidth, view.shows.own ? header.timelines.length : 1);
-    const room = element("canvas").parentElement.clientHeight - AXIS;
+    setType(this.painter.room.width, view.shows.own ? header.timelines.length : 1);
+    const room = this.painter.room.height - AXIS;
     this.rows = rowsOf(header, view, tracks, 1);
     const stretch = Math.min(2, room / this.rows.total);
     if (stretch > 1.05) this.rows = rowsOf(header, view, tracks, stretch);

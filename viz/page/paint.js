@@ -12,9 +12,14 @@ class Painter {
     this.widths = new Map();
   }
 
+  // The canvas' size and dots per pixel: those of the window, or of `paper` where one prints.
+  get room() {
+    const { clientWidth: width, clientHeight: height } = this.canvas.parentElement;
+    return this.paper ?? { width, height, scale: window.devicePixelRatio || 1 };
+  }
+
   fit() {
-    const { canvas } = this, scale = window.devicePixelRatio || 1;
-    const { clientWidth: width, clientHeight: height } = canvas.parentElement;
+    const { canvas } = this, { width, height, scale } = this.room;
     if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
       canvas.width = Math.round(width * scale);
       canvas.height = Math.round(height * scale);

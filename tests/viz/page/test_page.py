@@ -1,9 +1,11 @@
 """The page in a real browser: what a user points at, presses and reads."""
 
+import base64
 import io
 import json
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import get_args
 
 import matplotlib.image
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.chromium import PROGRAM, Chromium
+from helpers.pdf import images_of
 from helpers.plans import plan
 from shardproof import build, draw, lower, run_schedule, simulate
 from shardproof.core.base.findings import Finding
@@ -58,7 +61,7 @@ def opened(browser, tmp_path):
 
     yield opens
     assert browser.errors == []
-    assert {address.partition(":")[0] for address in browser.requests} <= {"file", "about"}
+    assert {address.partition(":")[0] for address in browser.requests} <= {"file", "about", "data"}
 
 
 def details(browser):
@@ -445,7 +448,7 @@ def test_arrows_and_outlines_do_not_cross_the_names_of_ranks(opened, step):
     assert (chosen[top : top + 300, :128] == names).all() and len(np.unique(names)) > 2
 
 
-def test_rows_grow_where_there_is_room_and_print_has_all_of_them_and_the_whole_width(opened, step):
+def test_rows_grow_where_there_is_room(opened, step):
     browser = opened(step.timeline)
     height = "page.rows[0].tracks[0].height"
     browser.size(1280, 2160)
@@ -454,16 +457,40 @@ def test_rows_grow_where_there_is_room_and_print_has_all_of_them_and_the_whole_w
     browser.size(1280, 400)
     browser.settle()
     assert browser.run(height) == 24
-    browser.call("Emulation.setEmulatedMedia", media="print")
-    browser.size(700, 400)
-    browser.run("dispatchEvent(new Event('beforeprint'))")
-    box = json.loads(browser.run("JSON.stringify(document.getElementById('canvas').getBoundingClientRect())"))
-    assert box["right"] <= 700 and browser.run("page.painter.height >= page.rows.total")
-    browser.run("dispatchEvent(new Event('afterprint'))")
-    browser.call("Emulation.setEmulatedMedia", media="screen")
     browser.size(1280, 800)
+
+
+@pytest.fixture(scope="module")
+def tall():
+    """More ranks than a sheet of paper has room for."""
+    return run_schedule(lower(build("1F1B", pp=24, num_microbatches=4)), send_s=0.25)
+
+
+@pytest.mark.parametrize("landscape", [False, True])
+def test_print_has_every_rank_whole_and_the_axis_on_every_sheet(opened, tall, landscape):
+    browser = opened(tall, view="#show=messages,collectives,memory,causes&theme=dark")
+    browser.press("w")
+    shown = "[page.view.theme, page.view.lo, page.painter.width, page.painter.height, page.rows.total]"
+    before = browser.run(shown)
+    data = base64.b64decode(browser.call("Page.printToPDF", landscape=landscape)["data"])
+    sheets = images_of(data)
+    assert len(sheets) == (4 if landscape else 2)
+    ranks = []
+    for height, (axis, *rows) in sheets:
+        assert axis.dots == (1600, 60) and rows
+        assert all(20 < each.top < each.bottom < height - 20 for each in (axis, *rows))
+        assert all(one.bottom <= two.top + 0.5 for one, two in pairwise((axis, *rows)))
+        ranks += rows
+    assert len(ranks) == 24 and all(width == 1600 and down > 80 for (width, down), *_ in ranks)
     browser.settle()
-    assert browser.run("page.painter.height < 800 && page.painter.width === 1280")
+    assert browser.run(shown) == before and browser.run("document.querySelectorAll('#paper img').length") == 0
+
+
+def test_print_says_which_ranks_it_leaves_out(opened, full):
+    browser = opened(full)
+    browser.run("page.rows[0].y = 0, page.rows.total = 1e6")
+    browser.run("(({ paper }) => { page.repaint = () => {}; paper.fill(); })(page)")
+    assert browser.run("document.getElementById('paper').textContent").startswith("1 further ranks, from rank 1 on")
 
 
 def test_letters_and_arrows_in_a_choice_of_schedules_are_the_choice_s_own(browser, tmp_path):
