@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from helpers.paths import EXAMPLES
 from shardproof import Layout
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.rank_map import rank_map
@@ -118,6 +119,15 @@ def test_the_verb_draws_a_plan_in_every_form(tmp_path, capsys, what):
     assert main(["draw", *PLAN, "--what", what, "--axis", "pp", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert list(report["axes"]) == ["pp"] and report["num_ranks"] == 16
+
+
+def test_traffic_of_modules_has_their_bridge(capsys):
+    assert (
+        main(["draw", str(EXAMPLES / "encoder_decoder.toml"), "--what", "traffic", "--axis", "bridge", "--json"]) == 0
+    )
+    report = json.loads(capsys.readouterr().out)
+    sent = {(cell["from"] < 4, cell["to"] < 4) for cell in report["bytes_between_units"]}
+    assert list(report["axes"]) == ["bridge"] and sent == {(True, False), (False, True)}
 
 
 def test_a_map_of_3840_pixels_is_that_of_1600_with_larger_type(tmp_path):
