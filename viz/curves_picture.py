@@ -11,8 +11,8 @@ from .picture import EDGE, Line, Mark, Picture, Rect, Text
 from .plot import point
 from .scene import palette
 
-COLORS = ("#3b74b4", "#dda13a", "#2f9a7c", "#c9709b", "#8a63ac", "#3f464e")
-"""Of the first runs; then they come again. They differ in lightness, as the palette of actions does."""
+COLORS = ("#3b74b4", "#dda13a", "#22b877", "#ac90a4", "#5b4a61", "#061546")
+"""Of the first runs; then they come again. They are apart for everybody, which hues alone are not."""
 
 HEIGHT, LEFT, RIGHT, BOTTOM = 460.0, 64.0, 24.0, 44.0
 LEGEND_LINE = 17.0

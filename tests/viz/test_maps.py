@@ -101,6 +101,12 @@ def test_traffic_is_a_square_of_senders_by_receivers_darker_for_more(traffic):
     assert {"tp", "pp", "0%", "100%"} <= {mark.text for mark in picture.marks if isinstance(mark, Text)}
 
 
+def test_lines_of_nodes_are_said_where_there_are_several(traffic):
+    for devices, is_said in ((2, True), (4, False)):
+        marks = lay_out_traffic(replace(traffic, devices_per_node=devices)).marks
+        assert any("lines are nodes" in mark.text for mark in marks if isinstance(mark, Text)) == is_said
+
+
 def test_traffic_in_characters(traffic):
     lines = traffic_text(traffic, 60).splitlines()
     wide = replace(traffic, num_ranks=99, matrices={"tp": np.ones((99, 99))})
