@@ -43,7 +43,7 @@ def draw(
     per pixel). `compare` is drawn below on the same time scale, unless `scale` says `own`, or is `auto` and the
     makespans differ by more than a factor of three; a prediction and a measurement of the same actions lane by lane,
     unless `by` says `timeline`. With `time_unit="unit"` times have no unit of seconds. `color` uses 256 terminal
-    colours. A page has everything of the timelines, and their `extras`, whatever the other options say. Raises
+    colours. A page has everything of the timelines, and their `extras`, whatever options other than `scale` say. Raises
     `UnknownNameError` for another suffix, `TimelineError` when there is nothing to draw.
     """
     if path is None:
@@ -60,7 +60,7 @@ def draw(
     elif suffix == ".html":
         from .page.html import to_html
 
-        data = to_html([timeline] if compare is None else [timeline, compare], extras, time_unit).encode()
+        data = to_html([timeline] if compare is None else [timeline, compare], extras, time_unit, scale).encode()
     elif suffix == ".txt":
         data = _text(
             timeline, memory=memory, width=width, compare=compare, scale=scale, by=by, time_unit=time_unit, color=False

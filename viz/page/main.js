@@ -268,7 +268,7 @@ class Page {
     const count = this.hits.reduce((sum, hits) => sum + (hits ? hits.reduce((a, b) => a + b, 0) : 0), 0);
     element("count").textContent = view.query.trim() ? `${count} found` : "";
     for (const name of Object.keys(view.shows)) element(`show-${name}`).setAttribute("aria-pressed", view.shows[name]);
-    const { own } = view.shows;
+    const { own } = view;
     element("notes").textContent = [...this.sentences, ...(own ? ["each on its own time axis"] : [])].join(" · ");
     element("show-own").hidden = header.timelines.length < 2;
     const parts = header.timelines.flatMap((entry) => entry.memory_parts);
@@ -284,7 +284,7 @@ class Page {
   // Rows from top to bottom, in the type of the window's width; where they leave room they are made up to twice as high.
   arrange() {
     const { header, view, tracks } = this;
-    setType(this.painter.room.width, view.shows.own ? header.timelines.length : 1);
+    setType(this.painter.room.width, view.own ? header.timelines.length : 1);
     const room = this.painter.room.height - AXIS;
     this.rows = rowsOf(header, view, tracks, 1);
     const stretch = Math.min(2, room / this.rows.total);

@@ -90,12 +90,12 @@ class Painter {
 
   // The axis of time, or one of each timeline below the other.
   axis() {
-    const { context, view, header } = this, line = AXIS / (view.shows.own ? header.timelines.length : 1);
+    const { context, view, header } = this, line = AXIS / (view.own ? header.timelines.length : 1);
     context.fillStyle = this.colors.ground;
     context.fillRect(0, 0, this.width, AXIS);
     context.strokeStyle = this.rule;
     context.beginPath();
-    if (view.shows.own) {
+    if (view.own) {
       header.timelines.forEach((entry, at) => this.ticks(view.seen(entry), entry.makespan_s, `${entry.source}, `, line * at, line));
     } else this.ticks(view, view.end, "", 0, line);
     context.moveTo(0, AXIS - 0.5);

@@ -11,23 +11,29 @@ class View {
     this.scroll = 0;
     this.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
     const ranks = Math.max(...header.timelines.map((entry) => entry.ranks.length));
-    this.shows = { messages: ranks <= 8, collectives: true, memory: ranks <= 16, causes: true, groups: ranks > 64, components: false, own: this.differs };
+    this.shows = { messages: ranks <= 8, collectives: true, memory: ranks <= 16, causes: true, groups: ranks > 64, components: false, own: this.apart };
     this.folded = new Set();
     this.query = "";
     this.chosen = null; // [timeline, span]
     this.critical = false;
   }
 
-  // Whether one of two timelines would be hardly seen on the other's axis.
-  get differs() {
-    const lengths = this.header.timelines.map((entry) => entry.makespan_s);
-    return lengths.length > 1 && Math.max(...lengths) > this.header.own_scale_from * Math.min(...lengths);
+  // Whether each of two timelines begins with an axis of its own: on the other's one of them would be hardly seen, or
+  // who wrote the page wanted it so.
+  get apart() {
+    const { scale, own_scale_from: factor, timelines } = this.header, lengths = timelines.map((entry) => entry.makespan_s);
+    return scale === "own" || (scale === "auto" && Math.max(...lengths) > factor * Math.min(...lengths));
+  }
+
+  // Whether several timelines are seen, each with an axis of its own.
+  get own() {
+    return this.shows.own && this.header.timelines.length > 1;
   }
 
   // How many times longer a timeline is drawn than its seconds are on the common axis: as long as the longest where each
   // has an axis of its own.
   stretch(entry) {
-    return this.shows.own ? this.end / Math.max(entry.makespan_s, LEAST_SPAN_S) : 1;
+    return this.own ? this.end / Math.max(entry.makespan_s, LEAST_SPAN_S) : 1;
   }
 
   // What is seen of a timeline, in its own times.

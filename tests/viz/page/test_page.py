@@ -261,10 +261,13 @@ def test_of_timelines_that_differ_fifty_fold_each_has_an_axis_of_its_own_and_a_k
 
 def test_timelines_of_about_the_same_length_share_an_axis_and_one_alone_has_no_choice(opened, full):
     browser = opened(full, slower(full, 2))
-    assert browser.run("[page.view.shows.own, document.getElementById('show-own').hidden]") == [False, False]
-    browser = opened(full)
+    assert browser.run("[page.view.own, document.getElementById('show-own').hidden]") == [False, False]
+    assert opened(full, slower(full, 2), scale="own").run("page.view.own") is True
+    assert opened(full, slower(full, 50), scale="time").run("page.view.own") is False
+    browser = opened(full, view="#show=own")
     browser.press("o")
-    assert browser.run("[page.view.shows.own, document.getElementById('show-own').hidden]") == [False, True]
+    assert browser.run("[page.view.own, document.getElementById('show-own').hidden]") == [False, True]
+    assert "own time axis" not in browser.run("document.getElementById('notes').textContent")
 
 
 def test_memory_ends_with_its_timeline_and_its_scale_does_not_show_what_is_far_away(opened, full):
