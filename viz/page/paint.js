@@ -469,7 +469,7 @@ function fromTo(header, start, end) {
 
 // Of a schedule without a model: forwards whose backward is still to come.
 function formatHeld(header, value) {
-  return header.library ? `${value} in flight` : formatBytes(value);
+  return header.library ? `${Number(value.toPrecision(4))} in flight` : formatBytes(value);
 }
 
 function formatBytes(bytes) {

@@ -1,6 +1,7 @@
 """The page in a real browser: what a user points at, presses and reads."""
 
 import base64
+import importlib
 import io
 import json
 import random
@@ -18,6 +19,7 @@ from helpers.plans import plan
 from shardproof import build, draw, lower, run_schedule, simulate
 from shardproof.core.base.findings import Finding
 from shardproof.core.commands.cli import main
+from shardproof.core.schedule import CATALOG
 from shardproof.core.schedule.action import Kind
 from shardproof.core.schedule.timeline import Timeline
 from shardproof.core.schedule.waits import Cause, gaps_of, waits_of
@@ -377,7 +379,7 @@ def test_idle_times_of_a_schedule_have_the_causes_that_python_finds(browser, all
     number = list(dict.fromkeys(each.name for each in found)).index("ZBVZeroBubble")
     browser.open(path, f"#schedule={number},4,2,8,&times=1,1.2,0.8,0.25")
     assert browser.run("page.header.timelines[0].source") == "ZBVZeroBubble"
-    timeline = run_schedule(found[at].schedule, 1, 1.2, 0.8, 0.25)
+    timeline = run_schedule(found[at].schedule, 0.5, 0.6, 0.4, 0.25)  # each of two chunks takes half
     expected = sorted(
         (gap.global_rank, gap.start_s, gap.end_s, gap.cause) for gap in gaps_of(timeline, waits_of(timeline))
     )
@@ -415,6 +417,21 @@ def test_sliders_change_what_is_shown_and_the_address_keeps_them(browser, all_sc
     browser.run("page.remember()")
     browser.open(path, browser.run("location.hash"))
     assert browser.run(state) == shown
+
+
+def test_the_page_says_of_every_schedule_what_the_page_of_schedules_says(browser, all_schedules):
+    """Durations are of a quarter of the model, however many chunks a rank cuts that into."""
+    _, path = all_schedules
+    gallery = importlib.import_module("shardproof.docs.make_schedules")
+    browser.open(path)
+    for number, name in enumerate(CATALOG):
+        schedule = gallery.example(name)
+        sizes = {"name": number, "p": gallery.PP, "v": CATALOG[name].nearest_vpp(gallery.VPP), "m": 8}
+        browser.run(f"(({{ sliders }}) => {{ sliders.wanted.a = {json.dumps(sizes)}; sliders.simulate(); }})(page)")
+        entry = "({ source, makespan_s, memory_bytes }) => [source, makespan_s, Math.max(...memory_bytes)]"
+        measured = gallery.measure(schedule, gallery.run(schedule))
+        expected = [name, pytest.approx(measured.makespan), pytest.approx(measured.activations)]
+        assert browser.run(f"({entry})(page.header.timelines[0])") == expected
 
 
 def test_a_schedule_of_one_s_own_has_sliders_and_its_findings(browser, tmp_path, capsys):
