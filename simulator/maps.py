@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..core.layout.rank_map import RankMap, rank_map
 from ..core.layout.rank_traffic import RankTraffic
-from ..core.plan.plan import AnyPlan, ModularPlan, only_model
+from ..core.plan.plan import AnyPlan, ModularPlan
+from ..core.plan.schedule_of import part_schedule
 from .network.rank_traffic import rank_traffic
 from .simulation.simulate import simulate
 
@@ -22,9 +23,12 @@ def map_of(plan: AnyPlan) -> RankMap:
 
 
 def traffic_of(plan: AnyPlan) -> RankTraffic:
-    """What ranks send each other in a step. Raises `PlanError` for a plan of several modules."""
-    model = only_model(plan, "--what traffic")
-    return rank_traffic(model, simulate(model).run.graph.schedule, title=_title(model))
+    """What ranks send each other in a step. Modules each run as many microbatches as they cut the batch into."""
+    if isinstance(plan, ModularPlan):
+        schedules = [part_schedule(plan, part, part.num_microbatches) for part in plan.parts]
+    else:
+        schedules = [simulate(plan).run.graph.schedule]
+    return rank_traffic(plan, schedules, title=_title(plan))
 
 
 def _title(plan: AnyPlan) -> str:

@@ -97,6 +97,7 @@ def run_plan(args: argparse.Namespace) -> int:
         title = _title(plans[0]) if plans else "no layout fits"
     else:
         report, plans, title = _searched(args)
+    report = {**report, "picture": {"title": title, "mechanisms": [complexity(plan)[0] for plan in plans]}}
     if args.output is not None and args.output.endswith(".toml"):
         target, args.output = args.output, None
         if plans:
@@ -105,8 +106,7 @@ def run_plan(args: argparse.Namespace) -> int:
             say(f"shardproof plan: no layout fits, so {target} is not written.", sys.stderr)
     elif args.output is not None and args.output.endswith(PICTURES):
         target, args.output = args.output, None
-        mechanisms = [complexity(plan)[0] for plan in plans]
-        service("draw_front")(report["candidates"], mechanisms, title, target)
+        service("draw_front")(report, target)
         say(f"written: {target}", sys.stderr)
     emit(args, partial(plan_text, title, report), report)
     return 0 if plans else 1

@@ -29,6 +29,7 @@ from ..core.schedule.timeline import Timeline
 from ..core.traces.load import Recording, read_recording
 from .curves_cli import METRICS_SUFFIX, draw_curves
 from .draw import SUFFIXES, draw, kind_of
+from .front_cli import draw_saved_front, is_front
 from .maps_cli import STEP, draw_plan
 from .maps_cli import configure as configure_maps
 from .measured import measures, measures_text, rows_of
@@ -50,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_plan(
         parser,
         "a plan.toml (simulated), a schedule .csv (unit costs), a recorded .timeline.json, a run's metrics .jsonl, "
-        "or a profiler's trace or folder of traces",
+        "a profiler's trace or folder of traces, or the JSON of `plan`",
     )
     add_durations(parser)
     group = parser.add_argument_group("picture")
@@ -107,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(
             f"--axis {args.axis} has no effect on a step. Leave it out, or ask for --what layout or traffic."
         )
+    if is_front(args.plan or ""):
+        return draw_saved_front(args, output)
     if (args.plan or "").endswith(METRICS_SUFFIX):
         return draw_curves(args, output, color=output is None and not args.json and _wants_color())
     args.compare = _only_other(args.compare)

@@ -30,15 +30,16 @@ class Curve:
 
     @property
     def smoothed(self) -> np.ndarray:
-        """Means over windows with each step in their middle, of fewer steps at both ends, so that the curve neither
-        lags nor leads; of a short run its losses."""
+        """Means over windows with each step in their middle, shorter towards both ends, so that the curve neither lags
+        nor leads; steps whose windows would be less than half as long have none. Of a short run its losses."""
         window = len(self.losses) // SMOOTHED_FROM
         if window < 2:
             return self.losses
         sums = np.cumsum(np.concatenate([[0.0], self.losses[:, 1]]))
-        half = np.minimum(np.minimum(np.arange(len(self.losses)), np.arange(len(self.losses))[::-1]), window // 2)
-        begins, ends = np.arange(len(self.losses)) - half, np.arange(len(self.losses)) + half + 1
-        return np.stack([self.losses[:, 0], (sums[ends] - sums[begins]) / (ends - begins)], 1)
+        at = np.arange(window // 4, len(self.losses) - window // 4)
+        half = np.minimum(np.minimum(at, len(self.losses) - 1 - at), window // 2)
+        begins, ends = at - half, at + half + 1
+        return np.stack([self.losses[at, 0], (sums[ends] - sums[begins]) / (ends - begins)], 1)
 
     def report(self) -> dict[str, Any]:
         """The JSON form: of losses the first, the least and the last."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from ..core.base.errors import PlanError, UnknownNameError
@@ -14,6 +15,7 @@ from ..core.commands.options import option_values
 from .curves import CurvesScene, curves_scene, names_of, read_curve
 from .curves_picture import lay_out_curves
 from .curves_text import curves_text
+from .picture import enlarged
 from .picture_file import picture_bytes
 from .text import TEXT_WIDTH
 
@@ -47,4 +49,4 @@ def draw_curves(args: argparse.Namespace, output: str | None, *, color: bool) ->
 def _drawn(scene: CurvesScene, suffix: str | None, width: int | None) -> bytes:
     if suffix == ".txt":
         return curves_text(scene, width=width or TEXT_WIDTH).encode()
-    return picture_bytes(lay_out_curves(scene, float(width or 960)), str(suffix))
+    return picture_bytes(enlarged(partial(lay_out_curves, scene), float(width or 960)), str(suffix))

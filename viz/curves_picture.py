@@ -11,11 +11,12 @@ from .picture import EDGE, Line, Mark, Picture, Rect, Text
 from .plot import point
 from .scene import palette
 
-COLORS = ("#3b74b4", "#dda13a", "#2f9a7c", "#c9709b", "#8a63ac", "#3f464e")
-"""Of the first runs; then they come again. They differ in lightness, as the palette of actions does."""
+COLORS = ("#3b74b4", "#dda13a", "#22b877", "#ac90a4", "#5b4a61", "#061546")
+"""Of the first runs; then they come again. They are apart for everybody, which hues alone are not."""
 
 HEIGHT, LEFT, RIGHT, BOTTOM = 460.0, 64.0, 24.0, 44.0
 LEGEND_LINE = 17.0
+LOSS = "loss (nats per token)"
 
 Place = Callable[[float, float], tuple[float, float]]
 """Step and loss to pixels."""
@@ -38,6 +39,8 @@ def lay_out_curves(scene: CurvesScene, width: float = 960.0) -> Picture:
         marks += point((EDGE + 7.0, top - 4.0), palette.MUTED)
         marks.append(Text(EDGE + 22.0, top, "held-out loss", 11.0, palette.MUTED))
         top += LEGEND_LINE
+    marks.append(Text(EDGE, top + 6.0, LOSS, 10.0, palette.MUTED))
+    top += LEGEND_LINE
     base = top + HEIGHT - BOTTOM - 52.0
     across, up = (width - LEFT - RIGHT) / scene.last_step, (base - top) / (scene.high - scene.low)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..core.base.errors import UnknownNameError
 from ..core.base.files import write_bytes
 from ..core.schedule.timeline import Timeline
 from .page.content import Extra
-from .picture import fitting_width, lay_out, plot_width
+from .picture import Picture, enlarged, fitting_width, lay_out, plot_width
 from .picture_file import picture_bytes
 from .scene.axis import TimeUnit
 from .scene.panels import Scene
@@ -42,7 +43,7 @@ def draw(
     per pixel). `compare` is drawn below on the same time scale, unless `scale` says `own`, or is `auto` and the
     makespans differ by more than a factor of three; a prediction and a measurement of the same actions lane by lane,
     unless `by` says `timeline`. With `time_unit="unit"` times have no unit of seconds. `color` uses 256 terminal
-    colours. A page has everything of the timelines, and their `extras`, whatever the other options say. Raises
+    colours. A page has everything of the timelines, and their `extras`, whatever options other than `scale` say. Raises
     `UnknownNameError` for another suffix, `TimelineError` when there is nothing to draw.
     """
     if path is None:
@@ -59,27 +60,23 @@ def draw(
     elif suffix == ".html":
         from .page.html import to_html
 
-        data = to_html([timeline] if compare is None else [timeline, compare], extras, time_unit).encode()
+        data = to_html([timeline] if compare is None else [timeline, compare], extras, time_unit, scale).encode()
     elif suffix == ".txt":
         data = _text(
             timeline, memory=memory, width=width, compare=compare, scale=scale, by=by, time_unit=time_unit, color=False
         ).encode()
     else:
         pixels = width or max(fitting_width(each) for each in (timeline, compare or timeline))
-        resolution = Resolution(int(plot_width(pixels)))
-        scene = build_scene(
-            timeline, resolution, compare=compare, memory=memory, scale=scale, by=by, time_unit=time_unit
-        )
-        data = _picture(scene, pixels, suffix)
+        build = partial(build_scene, timeline, compare=compare, memory=memory, scale=scale, by=by, time_unit=time_unit)
+        data = picture_bytes(_picture(build, pixels), suffix)
     write_bytes(path, data)
     return str(path)
 
 
 def svg(timeline: Timeline, *, width: int | None = None, time_unit: TimeUnit = "s") -> str:
     """The SVG of a timeline, as `draw` writes it. Raises `TimelineError` when there is nothing to draw."""
-    pixels = width or fitting_width(timeline)
-    scene = build_scene(timeline, Resolution(int(plot_width(pixels))), time_unit=time_unit)
-    return to_svg(lay_out(scene, pixels))
+    build = partial(build_scene, timeline, time_unit=time_unit)
+    return to_svg(_picture(build, width or fitting_width(timeline)))
 
 
 def kind_of(path: str | Path) -> str:
@@ -111,5 +108,6 @@ def _text(
     return to_text(scene, width=characters, color=color)
 
 
-def _picture(scene: Scene, width: int, suffix: str) -> bytes:
-    return picture_bytes(lay_out(scene, width), suffix)
+def _picture(build: Callable[[Resolution], Scene], width: float) -> Picture:
+    """The picture of a scene; of more width than most pages have one half is larger type and one half finer time."""
+    return enlarged(lambda pixels: lay_out(build(Resolution(int(plot_width(pixels)))), pixels), width, power=0.5)

@@ -14,26 +14,25 @@ POINTS_PER_PIXEL = 0.72  # at 100 layout pixels per inch
 
 
 def to_png(picture: Picture, pixels_per_unit: float = 2.0) -> bytes:
-    """PNG bytes of `width x height` layout pixels times `pixels_per_unit`. The same bytes for the same
-    picture and matplotlib."""
+    """PNG bytes of `width x height` layout pixels times the picture's scale and `pixels_per_unit`. The same bytes for
+    the same picture and matplotlib."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    dpi = 100 * pixels_per_unit * picture.scale
     # The user's matplotlibrc must not change the picture.
     with matplotlib.rc_context(
         {"text.usetex": False, "path.simplify": False, "text.antialiased": True, "text.parse_math": False}
     ):
-        figure = Figure(
-            figsize=(picture.width / 100, picture.height / 100), dpi=100 * pixels_per_unit, facecolor=palette.PAPER
-        )
+        figure = Figure(figsize=(picture.width / 100, picture.height / 100), dpi=dpi, facecolor=palette.PAPER)
         FigureCanvasAgg(figure)
         axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(0, picture.width), ylim=(picture.height, 0))
         axes.set_axis_off()
         for order, run in enumerate(_runs(picture)):
             _draw(axes, run, order)
         out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=100 * pixels_per_unit, metadata={"Software": None})
+        figure.savefig(out, format="png", dpi=dpi, metadata={"Software": None})
     return out.getvalue()
 
 

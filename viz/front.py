@@ -30,17 +30,18 @@ Candidate = Mapping[str, Any]
 """One of `candidates` in the JSON of `plan`."""
 
 
-def draw_front(
-    candidates: Sequence[Candidate], mechanisms: Sequence[int], title: str, path: str | Path, width: float = 1280.0
-) -> None:
-    """Writes the picture of ranked layouts, each with how many mechanisms it takes besides data parallelism. Raises
-    `UnknownNameError` for a suffix other than `SUFFIXES`, `PlanError` where no layout fits."""
+def draw_front(report: Mapping[str, Any], path: str | Path, width: float = 1280.0) -> None:
+    """Writes the picture of what `plan --json` prints: its `candidates`, and in `picture` the `title` and how many
+    `mechanisms` each layout takes besides data parallelism. Raises `UnknownNameError` for a suffix other than
+    `SUFFIXES`, `PlanError` where no layout fits."""
     suffix = Path(path).suffix
     if suffix not in SUFFIXES:
         raise UnknownNameError("picture suffix", suffix or str(path), SUFFIXES)
+    candidates, about = report["candidates"], report["picture"]
     if not candidates:
         raise PlanError(f"no layout fits, so there is nothing to draw in {path}.")
-    picture = lay_out_front(candidates, mechanisms, f"Layouts by time and memory: {title}", width)
+    title = f"Layouts by time and memory: {about['title']}"
+    picture = lay_out_front(candidates, about["mechanisms"], title, width)
     write_bytes(path, picture_bytes(picture, suffix))
 
 

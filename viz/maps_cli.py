@@ -20,7 +20,7 @@ from ..core.layout.rank_map import ALL_AXES
 from .layout_picture import lay_out_map
 from .layout_text import map_text
 from .memory_bars import bars_of, bars_text, lay_out_bars
-from .picture import Picture
+from .picture import Picture, enlarged
 from .picture_file import picture_bytes
 from .text import TEXT_WIDTH
 from .traffic_picture import lay_out_traffic
@@ -80,7 +80,7 @@ def drawn(drawing: Drawing, suffix: str, width: int | None) -> bytes:
     """The file of a suffix among `SUFFIXES`; `width` is in characters or pixels."""
     if suffix == ".txt":
         return drawing.text(max(width or TEXT_WIDTH, NARROWEST)).encode()
-    return picture_bytes(drawing.picture(width or PIXELS), suffix)
+    return picture_bytes(enlarged(drawing.picture, width or PIXELS), suffix)
 
 
 def _drawing(args: argparse.Namespace) -> Drawing:

@@ -4,8 +4,8 @@ marks in the same order."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Literal
@@ -83,12 +83,13 @@ Mark = Rect | Text | Line
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Marks in drawing order on paper of `width` x `height` pixels."""
+    """Marks in drawing order on paper of `width` x `height` pixels, which a file shows `scale` times as large."""
 
     width: float
     height: float
     marks: tuple[Mark, ...]
     title: str
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,18 @@ class Style:
     thin: float
     gap: float
     lane_names: bool
+
+
+def enlarged(lay_out_on: Callable[[float], Picture], width: float, power: float = 1.0) -> Picture:
+    """A picture of `width` pixels whose type can be read also where that is more than the largest of `WIDTHS`: from
+    there on all of it grows as the width to that `power`, and what is left is room for detail.
+
+    >>> found = enlarged(lambda wide: Picture(wide, 10.0, (), ""), 3200.0)
+    >>> found.width, found.scale
+    (1600.0, 2.0)
+    """
+    scale = max(1.0, width / WIDTHS[1]) ** power
+    return replace(lay_out_on(width / scale), scale=scale)
 
 
 def plot_width(width: float) -> float:

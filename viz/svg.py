@@ -16,9 +16,10 @@ def to_svg(picture: Picture) -> str:
     """An SVG 1.1 document. Rectangles with a hover title are elements of their own; runs of others of
     one colour are one path."""
     width, height = _number(picture.width), _number(picture.height)
+    wide, high = (_number(length * picture.scale) for length in (picture.width, picture.height))
     head = (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {width} {height}" '
         f'role="img" font-family="{FONTS}">\n<title>{escape(picture.title)}</title>\n'
         f'<rect width="{width}" height="{height}" fill="{palette.PAPER}"/>\n'
     )

@@ -47,7 +47,9 @@ def _what(traffic: RankTraffic) -> str:
     rows = f"{traffic.num_ranks:,} ranks" if traffic.ranks_per_unit == 1 else f"{traffic.num_ranks:,} ranks by node"
     if traffic.ranks_per_unit > traffic.devices_per_node:
         rows = f"{traffic.num_ranks:,} ranks, {traffic.unit_name} a row"
-    lines = "; lines are nodes" if traffic.ranks_per_unit == 1 else "; lines are racks" if traffic.num_racks > 1 else ""
+    between = "nodes" if traffic.ranks_per_unit == 1 else "racks"
+    block = traffic.devices_per_node if traffic.ranks_per_unit == 1 else traffic.ranks_per_rack
+    lines = f"; lines are {between}" if traffic.num_ranks > block else ""
     inside = "" if traffic.ranks_per_unit == 1 else "; the diagonal is what stays inside a row"
     return f"{rows}{lines}{inside}. Collectives as rings, all-to-alls evenly."
 

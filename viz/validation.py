@@ -90,10 +90,17 @@ def _by_source(by_source: Mapping[str, Sequence[float]]) -> Iterator[Mark]:
     yield from plot.axes(ticks, ())
     yield Text(plot.left - COUNT - 8.0, TOP - 12.0, "source", 10.5, palette.MUTED, "end")
     yield Text(plot.left - 8.0, TOP - 12.0, "steps", 10.5, palette.MUTED, "end")
-    yield Text(plot.left, TOP - 12.0, "error of each, its middle half, and the median", 10.5, palette.INK)
+    yield Text(plot.left, TOP - 12.0, _said(by_source), 10.5, palette.INK)
     yield Text(plot.left + plot.width, plot.base + 34.0, "predicted over published, less 1", 10.5, palette.INK, "end")
     for row, source in enumerate(sorted(by_source, key=str.lower)):
         yield from _strip(plot, TOP + LINE * (row + 0.5), source, sorted(by_source[source]))
+
+
+def _said(by_source: Mapping[str, Sequence[float]]) -> str:
+    """What the right picture shows, and how much of it lies outside of its axis."""
+    beyond = sum(abs(error) > MOST_ERROR for errors in by_source.values() for error in errors)
+    edge = f"; {beyond:,} beyond {MOST_ERROR:.0%} at the edge" if beyond else ""
+    return f"error of each, its middle half, and the median{edge}"
 
 
 def _strip(plot: Plot, y: float, source: str, errors: Sequence[float]) -> Iterator[Mark]:

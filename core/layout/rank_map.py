@@ -30,7 +30,8 @@ class AxisMap:
     """One axis over all ranks: `place[rank]` is the rank's place on it, and `first` its group that holds rank 0, or the
     first rank that has a place.
 
-    `num_groups` groups lie on at most `num_nodes` nodes and in at most `num_racks` racks each.
+    `num_groups` groups of `least` to `size` ranks lie on at most `num_nodes` nodes and in at most `num_racks` racks
+    each.
     """
 
     name: str
@@ -40,6 +41,7 @@ class AxisMap:
     num_groups: int
     num_nodes: int
     num_racks: int
+    least: int
 
     def report(self) -> dict[str, Any]:
         """The JSON form."""
@@ -127,15 +129,15 @@ def _axis(name: str, groups: list[list[int]], num_ranks: int, unit: tuple[int, i
     place = np.full(num_ranks, NOWHERE)
     for number, group in enumerate(groups):
         place[group] = number if name == MODULE else np.arange(len(group))
-    spreads = [max(len({rank // size for rank in group}) for group in groups) for size in unit]
+    nodes, racks = (max(len({rank // size for rank in group}) for group in groups) for size in unit)
     size = len(groups) if name == MODULE else max(map(len, groups))
-    return AxisMap(name, size, place, tuple(groups[0]), len(groups), *spreads)
+    return AxisMap(name, size, place, tuple(groups[0]), len(groups), nodes, racks, min(map(len, groups)))
 
 
 def spread_text(axis: AxisMap, num_racks: int) -> str:
     """How an axis lies, in words: `64 groups of 8, each on 1 node`.
 
-    >>> spread_text(AxisMap("tp", 8, np.zeros(8), tuple(range(8)), 1, 2, 1), num_racks=1)
+    >>> spread_text(AxisMap("tp", 8, np.zeros(8), tuple(range(8)), 1, 2, 1, 8), num_racks=1)
     '1 group of 8, on 2 nodes'
     """
     what = "module" if axis.name == MODULE else "group"
@@ -143,5 +145,7 @@ def spread_text(axis: AxisMap, num_racks: int) -> str:
     each = "each " if axis.num_groups > 1 else ""
     nodes = f"{axis.num_nodes:,} node{'s' if axis.num_nodes > 1 else ''}"
     racks = f" in {axis.num_racks:,} rack{'s' if axis.num_racks > 1 else ''}" if num_racks > 1 else ""
-    size = "" if axis.name == MODULE else f" of {axis.size:,}"
-    return f"{groups}{size}, {each}on {'up to ' if axis.name == MODULE else ''}{nodes}{racks}"
+    least = f"{axis.least:,} to " if axis.least < axis.size else ""
+    size = "" if axis.name == MODULE else f" of {least}{axis.size:,}"
+    most = "at most " if axis.num_groups > 1 and (axis.name == MODULE or least) and axis.num_nodes > 1 else ""
+    return f"{groups}{size}, {each}on {most}{nodes}{racks}"

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy as np
 
 from ...core.layout.rank_map import nodes_per_rack
 from ...core.layout.rank_traffic import AxisTraffic, RankTraffic
-from ...core.plan.plan import Plan
+from ...core.plan.plan import AnyPlan, ModularPlan, Plan
 from ...core.schedule.schedule import Schedule
+from .bridge_bytes import bridge_bytes
 from .sent_bytes import MESSAGE, sent_bytes
+
+BRIDGE = "bridge"
+"""The axis of what passes between modules: hidden states, and their gradients back."""
+
+Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Senders, receivers and bytes of pairs of ranks."""
 
 MOST_ROWS = 128
 """Ranks, or nodes, up to which each has a row of its own."""
 
 
-def rank_traffic(plan: Plan, schedule: Schedule, title: str = "") -> RankTraffic:
-    """What ranks send each other in a step of a lowered schedule.
+def rank_traffic(plan: AnyPlan, schedules: Sequence[Schedule], title: str = "") -> RankTraffic:
+    """What ranks send each other in a step of a lowered schedule; of several modules of each one's. What passes between
+    modules is the axis `BRIDGE`; the few numbers that all of them agree on are counted within each.
 
     A member of a collective sends its bytes to the next member, the last to the first, as around a ring; of an
     all-to-all each other member gets an even part. Trees and sums in switches spread the same bytes otherwise.
     Up to `MOST_ROWS` ranks have rows of their own, and as many nodes; above, rows are so many nodes that they suffice.
     """
-    layout, cluster = plan.layout, plan.cluster
-    pairs = _pairs(plan, schedule)
+    cluster, num_ranks = plan.cluster, plan.world_size
+    pairs = _pairs(plan, schedules)
     node = cluster.devices_per_node
-    num_nodes = -(-layout.world_size // node)
+    num_nodes = -(-num_ranks // node)
     in_rack = nodes_per_rack(num_nodes, cluster.nodes_per_leaf)
-    unit = 1 if layout.world_size <= MOST_ROWS else node * _power_of_two(num_nodes / MOST_ROWS)
-    num_units = -(-layout.world_size // unit)
+    unit = 1 if num_ranks <= MOST_ROWS else node * _power_of_two(num_nodes / MOST_ROWS)
+    num_units = -(-num_ranks // unit)
     matrices, axes = {}, []
     for name, (senders, receivers, num_bytes) in pairs.items():
         matrices[name] = np.zeros((num_units, num_units))
@@ -47,12 +57,28 @@ def rank_traffic(plan: Plan, schedule: Schedule, title: str = "") -> RankTraffic
         )
     axes.sort(key=lambda axis: -axis.num_bytes)
     matrices = {axis.name: matrices[axis.name] for axis in axes}
-    return RankTraffic(title, layout.world_size, node, in_rack, unit, matrices, tuple(axes))
+    return RankTraffic(title, num_ranks, node, in_rack, unit, matrices, tuple(axes))
 
 
-def _pairs(plan: Plan, schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Senders, receivers and bytes of every pair that something is sent between, by axis."""
-    found: defaultdict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(list)
+def _pairs(plan: AnyPlan, schedules: Sequence[Schedule]) -> dict[str, Pairs]:
+    """What is sent by axis."""
+    found: defaultdict[str, list[Pairs]] = defaultdict(list)
+    for part, schedule in zip(plan.parts, schedules, strict=True):
+        for axis, pairs in _of_part(part, schedule):
+            found[axis].append(pairs)
+    if isinstance(plan, ModularPlan):
+        for join, backward in product(plan.joins, (False, True)):
+            between = bridge_bytes(plan, *join, backward=backward)
+            senders, receivers = np.array(list(between)).T
+            found[BRIDGE].append((senders, receivers, np.array(list(between.values()), dtype=np.float64)))
+    return {
+        axis: tuple(np.concatenate(part) for part in zip(*parts, strict=True))  # type: ignore[misc]
+        for axis, parts in found.items()
+    }
+
+
+def _of_part(plan: Plan, schedule: Schedule) -> Iterator[tuple[str, Pairs]]:
+    """What the groups of one model send, by axis."""
     for (axis, op, members), each in sent_bytes(plan, schedule).items():
         group, sent = np.array(members), np.array(each)
         if op == MESSAGE:
@@ -65,11 +91,7 @@ def _pairs(plan: Plan, schedule: Schedule) -> dict[str, tuple[np.ndarray, np.nda
         else:
             senders, receivers, num_bytes = group, np.roll(group, -1), sent
         if sent.any():
-            found[axis].append((senders, receivers, num_bytes))
-    return {
-        axis: tuple(np.concatenate(part) for part in zip(*parts, strict=True))  # type: ignore[misc]
-        for axis, parts in found.items()
-    }
+            yield axis, (senders, receivers, num_bytes)
 
 
 def _power_of_two(least: float) -> int:

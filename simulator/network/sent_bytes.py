@@ -24,7 +24,7 @@ Sent = tuple[str, str, tuple[int, ...]]
 
 def sent_bytes(plan: Plan, schedule: Schedule) -> dict[Sent, list[float]]:
     """Bytes that each member of a group sends in a step of a lowered schedule, in the order of the members; of a
-    message those of its sender alone."""
+    message those of its sender alone. Of a module what it sends itself, and nothing over its bridges."""
     layout, found = plan.layout, dict[Sent, list[float]]()
     counts = [
         Counter((part.stage, part.kind) for action in schedule.row(pp_rank) for part in action.parts)
@@ -36,6 +36,8 @@ def sent_bytes(plan: Plan, schedule: Schedule) -> dict[Sent, list[float]]:
         for pp_rank, of_rank in enumerate(counts):
             here = ranks.global_rank(pp_rank)
             for (stage, kind), count in of_rank.items():
+                if kind in SENDS and not 0 <= _next(kind, stage) < len(plan.placement.ranks):
+                    continue  # over a bridge
                 # data-parallel ranks mostly do the same, and there are thousands of them
                 copy = 0 if copies_do_the_same(plan, kind, pp_rank) else dp_rank
                 key = (kind, stage, pp_rank, tp_rank, cp_rank, copy)
@@ -79,8 +81,13 @@ def _sent_by_action(
 def _peer(plan: Plan, kind: Kind, stage: int, pp_rank: int) -> int:
     """The pipeline rank that a send goes to."""
     assert kind in SENDS
-    owners = plan.placement.ranks[stage + (1 if kind is Kind.SEND_F else -1)]
+    owners = plan.placement.ranks[_next(kind, stage)]
     return owners[min(plan.placement.replica_of(stage, pp_rank), len(owners) - 1)]
+
+
+def _next(kind: Kind, stage: int) -> int:
+    """The stage that a send goes to."""
+    return stage + (1 if kind is Kind.SEND_F else -1)
 
 
 class _OfReplica(Spreads):

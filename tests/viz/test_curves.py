@@ -39,7 +39,13 @@ def test_a_curve_has_the_losses_that_are_numbers_and_the_held_out_ones(runs):
 def test_a_smoothed_curve_of_a_straight_line_is_that_line(runs):
     curve = read_curve(runs[1], "two")
     assert curve.smoothed is not curve.losses
-    np.testing.assert_allclose(curve.smoothed, curve.losses, rtol=1e-12)
+    np.testing.assert_allclose(curve.smoothed, curve.losses[1:-1], rtol=1e-12)
+
+
+def test_a_smoothed_curve_ends_with_the_mean_of_half_a_window_and_not_with_the_last_loss(tmp_path):
+    curve = read_curve(written(tmp_path / "noisy.jsonl", [3.0, 5.0] * 400 + [9.0]), "noisy")
+    assert curve.smoothed[-1].tolist() == [796, pytest.approx((5 * 5.0 + 5 * 3.0 + 9.0) / 11)]
+    assert curve.smoothed[0, 0] == 6
 
 
 def test_a_picture_has_each_run_in_its_colour_within_the_axes(runs):
@@ -52,6 +58,7 @@ def test_a_picture_has_each_run_in_its_colour_within_the_axes(runs):
     discs = [mark for mark in picture.marks if isinstance(mark, Line) and mark.fill == color_of(0)]
     assert len(discs) == 3
     labels = [mark.text for mark in picture.marks if isinstance(mark, Text)]
+    assert "loss (nats per token)" in labels and "step" in labels
     assert {"2", "3", "4", "5"} <= set(labels) and {"0", "50", "100", "150", "200"} <= set(labels)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from shardproof.core.base.errors import PlanError, UnknownNameError
@@ -27,6 +29,9 @@ def candidate(step_s, gib, **layout):
 
 FRONT = [candidate(1.0, 60), candidate(1.1, 70), candidate(2.0, 40), candidate(2.0, 40.2), candidate(3, 20)]
 MECHANISMS = [3, 1, 2, 2, 0]
+REPORT = {"candidates": FRONT, "picture": {"title": "t", "mechanisms": MECHANISMS}}
+SEARCH = ["--model", "gpt2", "--cluster", "dgx-h100", "--devices", "2", "--global-batch", "8", "--pareto"]
+SEARCH += [text for key in ("tp=1", "pp=1", "cp=1", "zero=0", "recompute=none") for text in ("--fix", key)]
 
 
 def test_each_layout_is_a_disc_by_time_and_memory_darker_for_the_plainer():
@@ -63,24 +68,51 @@ def test_a_layout_in_words_has_what_is_not_plainest():
 
 
 def test_the_verb_draws_its_answer(tmp_path, capsys):
-    choices = {"model": "gpt2", "cluster": "dgx-h100", "devices": 2, "global-batch": 8}
-    options = [text for name, value in choices.items() for text in (f"--{name}", str(value))]
-    fixed = ["--fix", "tp=1", "--fix", "pp=1", "--fix", "cp=1", "--fix", "zero=0", "--fix", "recompute=none"]
-    assert main(["plan", *options, *fixed, "--pareto", "-o", str(tmp_path / "front.svg")]) == 0
+    assert main(["plan", *SEARCH, "-o", str(tmp_path / "front.svg")]) == 0
     printed = capsys.readouterr()
     assert f"written: {tmp_path / 'front.svg'}" in printed.err and "layouts decided" in printed.out
     text = (tmp_path / "front.svg").read_text()
     assert "Layouts by time and memory: gpt2 on 2 devices" in text and "dp2" in text
-    draw_front(FRONT, MECHANISMS, "t", tmp_path / "front.png")
+    draw_front(REPORT, tmp_path / "front.png")
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_draw_and_other_suffixes_are_refused(tmp_path):
     with pytest.raises(PlanError, match="no layout fits"):
-        draw_front([], [], "t", tmp_path / "x.svg")
+        draw_front({"candidates": [], "picture": {"title": "t", "mechanisms": []}}, tmp_path / "x.svg")
     with pytest.raises(UnknownNameError):
-        draw_front(FRONT, MECHANISMS, "t", tmp_path / "x.gif")
+        draw_front(REPORT, tmp_path / "x.gif")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_saved_answer_is_drawn_as_the_verb_itself_draws_it(tmp_path, capsys):
+    saved, own, again = (tmp_path / name for name in ("front.json", "own.svg", "again.svg"))
+    assert main(["plan", *SEARCH, "-o", str(saved)]) == main(["plan", *SEARCH, "-o", str(own)]) == 0
+    assert main(["draw", str(saved), "-o", str(again)]) == 0
+    assert again.read_bytes() == own.read_bytes() and f"written: {again}" in capsys.readouterr().err
+
+
+def damaged(**picture):
+    return json.dumps({**REPORT, "picture": {"title": "t", "mechanisms": MECHANISMS, **picture}})
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        (damaged(), ["--width", "900", "-o", "x.svg"], "--width has no effect on"),
+        (damaged(), ["--pp", "2", "-o", "x.svg"], "--pp has no effect on"),
+        (damaged(), [], "is drawn in a file"),
+        (damaged(), ["-o", "x.html"], "unknown picture suffix"),
+        (damaged(mechanisms=[1]), ["-o", "x.svg"], "its layouts are not what `plan` writes"),
+        (json.dumps({"candidates": FRONT}), ["-o", "x.svg"], "does not say how plain its layouts are"),
+        (damaged()[:400], ["-o", "x.svg"], "is no whole JSON document"),
+    ],
+)
+def test_an_answer_that_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch, text, options, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "front.json").write_text(text)
+    assert main(["draw", "front.json", *options]) == 2
+    assert said in capsys.readouterr().err and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_prediction_lies_by_both_times_and_by_its_error():
@@ -95,3 +127,4 @@ def test_a_prediction_lies_by_both_times_and_by_its_error():
     assert errors[-1].x == right == pytest.approx(picture.width - 24 - 1.5)  # 200% is at the edge
     texts = {mark.text for mark in picture.marks if isinstance(mark, Text)}
     assert {"one", "two", "Predicted and published: 3 training steps"} <= texts
+    assert "error of each, its middle half, and the median; 1 beyond 50% at the edge" in texts

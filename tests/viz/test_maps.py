@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from helpers.paths import EXAMPLES
 from shardproof import Layout
 from shardproof.core.commands.cli import main
 from shardproof.core.layout.rank_map import rank_map
@@ -100,6 +101,12 @@ def test_traffic_is_a_square_of_senders_by_receivers_darker_for_more(traffic):
     assert {"tp", "pp", "0%", "100%"} <= {mark.text for mark in picture.marks if isinstance(mark, Text)}
 
 
+def test_lines_of_nodes_are_said_where_there_are_several(traffic):
+    for devices, is_said in ((2, True), (4, False)):
+        marks = lay_out_traffic(replace(traffic, devices_per_node=devices)).marks
+        assert any("lines are nodes" in mark.text for mark in marks if isinstance(mark, Text)) == is_said
+
+
 def test_traffic_in_characters(traffic):
     lines = traffic_text(traffic, 60).splitlines()
     wide = replace(traffic, num_ranks=99, matrices={"tp": np.ones((99, 99))})
@@ -118,6 +125,25 @@ def test_the_verb_draws_a_plan_in_every_form(tmp_path, capsys, what):
     assert main(["draw", *PLAN, "--what", what, "--axis", "pp", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert list(report["axes"]) == ["pp"] and report["num_ranks"] == 16
+
+
+def test_traffic_of_modules_has_their_bridge(capsys):
+    assert (
+        main(["draw", str(EXAMPLES / "encoder_decoder.toml"), "--what", "traffic", "--axis", "bridge", "--json"]) == 0
+    )
+    report = json.loads(capsys.readouterr().out)
+    sent = {(cell["from"] < 4, cell["to"] < 4) for cell in report["bytes_between_units"]}
+    assert list(report["axes"]) == ["bridge"] and sent == {(True, False), (False, True)}
+
+
+def test_a_map_of_3840_pixels_is_that_of_1600_with_larger_type(tmp_path):
+    heads = []
+    for width in (1600, 3840):
+        assert main(["draw", *PLAN, "--what", "layout", "--width", str(width), "-o", str(tmp_path / "x.svg")]) == 0
+        heads.append((tmp_path / "x.svg").read_text().partition("<svg")[2])
+    small, large = heads
+    assert 'width="1600"' in small and 'width="3840"' in large
+    assert small.partition("viewBox")[2] == large.partition("viewBox")[2]
 
 
 @pytest.mark.parametrize(

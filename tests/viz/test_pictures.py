@@ -71,6 +71,15 @@ def test_png_has_two_dots_per_pixel(full, tmp_path):
     assert struct.unpack(">II", data[16:24]) == (1800, 2 * picture.height)
 
 
+def test_paper_of_3840_pixels_has_larger_type_and_finer_time(full, tmp_path):
+    """One half of what is more than 1,600 pixels: the root of 2.4."""
+    for suffix in (".svg", ".png"):
+        draw(full, tmp_path / f"x{suffix}", width=3840)
+    head = (tmp_path / "x.svg").read_text().partition("\n")[2][:200]
+    assert 'width="3840"' in head and 'viewBox="0 0 2478.71 ' in head
+    assert struct.unpack(">I", (tmp_path / "x.png").read_bytes()[16:20]) == (7680,)
+
+
 def test_png_shows_the_colours_of_forward_backward_and_idle(tiny, tmp_path):
     from matplotlib.image import imread
 

@@ -18,6 +18,7 @@ from ...core.schedule.waits import gaps_of, waits_of
 from ..scene import palette
 from ..scene.axis import TimeUnit
 from ..scene.lanes import chunks_of, compare_lanes, order_note, role_of, sorted_lanes
+from ..scene.scene import OWN_SCALE_FROM, Scale
 from .schedules import Sized, library
 
 
@@ -33,13 +34,14 @@ class Extra:
     samples: np.ndarray | None = None
 
 
-def packed(timelines: Sequence[Timeline], extras: Sequence[Extra], time_unit: TimeUnit) -> bytes:
-    """The compressed content of a page of timelines; the same bytes for the same timelines."""
+def packed(timelines: Sequence[Timeline], extras: Sequence[Extra], time_unit: TimeUnit, scale: Scale = "auto") -> bytes:
+    """The compressed content of a page of timelines, whose axes of time begin as `scale` says; the same bytes for the
+    same timelines."""
     columns: list[np.ndarray] = []
     entries = [_entry(each, extra, columns) for each, extra in zip(timelines, extras, strict=True)]
     num_chunks = max((entry.pop("num_chunks") for entry in entries), default=1)
     note = order_note(compare_lanes(*timelines)) if len(timelines) > 1 else ""
-    return _joined(_header(time_unit, num_chunks, timelines=entries, note=note), columns)
+    return _joined(_header(time_unit, num_chunks, timelines=entries, note=note, scale=scale), columns)
 
 
 def packed_schedules(schedules: Sequence[Sized]) -> bytes:
@@ -47,13 +49,14 @@ def packed_schedules(schedules: Sequence[Sized]) -> bytes:
     columns: list[np.ndarray] = []
     known = library(schedules, columns)
     num_chunks = max(each.vpp if each.schedule.num_stages > each.pp else 2 for each in schedules)
-    return _joined(_header("unit", num_chunks, timelines=[], note="", library=known), columns)
+    return _joined(_header("unit", num_chunks, timelines=[], note="", scale="auto", library=known), columns)
 
 
 def _header(time_unit: TimeUnit, num_chunks: int, **more: Any) -> dict[str, Any]:
     """What every page knows: names and colours."""
     return {
         "unit": time_unit,
+        "own_scale_from": OWN_SCALE_FROM,
         "kinds": [kind.name for kind in Kind],
         "names": {kind.name: name for kind, name in palette.NAMES.items()},
         "fills": {
@@ -61,6 +64,7 @@ def _header(time_unit: TimeUnit, num_chunks: int, **more: Any) -> dict[str, Any]
             for kind in Kind
             if kind in palette.FILLS
         },
+        "dark_fills": {kind.name: [color] for kind, color in palette.DARK_FILLS.items()},
         "causes": palette.CAUSES,
         "components": palette.COMPONENTS,
         **more,

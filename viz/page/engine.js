@@ -154,7 +154,7 @@ const LANES = (name) => [
 ];
 
 // A settled schedule in the form of a timeline that was packed.
-function timelineOf(header, all, { name, title, number, findings }) {
+function timelineOf(header, all, { name, title, number, findings, share }) {
   const names = [...new Set(all.map((action) => action.lane))].sort((a, b) => {
     const [one, other] = [LANES(a), LANES(b)];
     const at = one.findIndex((value, i) => value !== other[i]);
@@ -191,7 +191,7 @@ function timelineOf(header, all, { name, title, number, findings }) {
   };
   const busy = ranks.map((rank) => spans.reduce((sum, action) => sum + (action.rank === rank && action.lane === "compute" ? action.end - action.start : 0), 0));
   entry.bubbles = busy.map((seconds) => (makespan ? 1 - seconds / makespan : 0));
-  Object.assign(entry, gapsOf(header, entry), activationsOf(header, entry));
+  Object.assign(entry, gapsOf(header, entry), activationsOf(header, entry, share));
   completed(entry);
   const places = new Map(spans.map((action) => [`${action.rank} ${token(header, entry, action.at)}`, action.at]));
   entry.findings = findings.map((finding) => ({ ...finding, span: places.get(`${finding.rank} ${finding.action}`) ?? -1 }));
@@ -238,8 +238,8 @@ function gapsOf(header, entry) {
   };
 }
 
-// What forwards keep until their backward, or W, has ended, in forwards of one stage.
-function activationsOf(header, entry) {
+// What forwards keep until their backward, or W, has ended; a forward of one stage counts as `share`.
+function activationsOf(header, entry, share) {
   const changes = [];
   const splits = new Set();
   for (let i = 0; i < entry.num_spans; i++) {
@@ -256,7 +256,7 @@ function activationsOf(header, entry) {
   const values = changes.map((change) => {
     if (change[0] !== rank) [rank, held] = [change[0], 0];
     held += change[2];
-    return held;
+    return held * share;
   });
   return {
     memory_rank: Int32Array.from(changes, (change) => change[0]),

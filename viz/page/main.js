@@ -1,7 +1,5 @@
 // The page: what the user does becomes a view, and a view a picture.
 
-const MOST_PRINTED = 6000; // pixels of height
-
 const element = (id) => document.getElementById(id);
 
 async function begin() {
@@ -61,21 +59,22 @@ class Page {
     const sentences = header.timelines.map((entry) => {
       const worst = entry.bubbles.reduce((at, bubble, i) => (bubble > entry.bubbles[at] + 1e-9 ? i : at), 0);
       const bubble = entry.ranks.length ? `, bubble ${(100 * entry.bubbles[worst]).toFixed(1)}% on rank ${entry.ranks[worst]}` : "";
-      return `${entry.source}: ${formatTime(header, entry.makespan_s)}${bubble}`;
+      const [{ makespan_s: first, source }] = header.timelines, times = entry.makespan_s / first;
+      const against = entry.number > 0 && first > 0 ? `, ${Number(times.toPrecision(3))} x ${source}` : "";
+      return `${entry.source}: ${formatTime(header, entry.makespan_s)}${bubble}${against}`;
     });
     if (header.note) sentences.push(header.note);
-    element("notes").textContent = sentences.join(" · ");
+    this.sentences = sentences;
     const used = new Set(header.kinds.filter((_, at) => header.timelines.some(({ kind }) => kind.includes(at))));
     if (used.delete("OVERLAP_F_B")) used.add("F").add("B");
     const legend = element("legend");
     legend.replaceChildren();
     element("findings").replaceChildren();
-    for (const kind of Object.keys(header.names)) {
-      if (used.has(kind)) legend.append(swatch(header.fills[kind][0], header.names[kind]));
-    }
+    this.used = Object.keys(header.names).filter((kind) => used.has(kind));
+    this.legendOfKinds = document.createElement("span");
     this.legendOfCauses = document.createElement("span");
     this.legendOfParts = document.createElement("span");
-    legend.append(this.legendOfCauses, this.legendOfParts);
+    legend.append(this.legendOfKinds, this.legendOfCauses, this.legendOfParts);
     for (const [index, entry] of header.timelines.entries()) {
       for (const finding of entry.findings) {
         const button = document.createElement("button");
@@ -100,17 +99,9 @@ class Page {
         this.repaint();
       }
     });
-    addEventListener("beforeprint", () => {
-      this.before = { theme: this.view.theme, scroll: this.view.scroll };
-      Object.assign(this.view, { theme: "light", scroll: 0 });
-      canvas.parentElement.style.cssText = `flex: none; height: ${Math.min(this.rows.total + AXIS, MOST_PRINTED)}px`;
-      this.repaint(true);
-    });
-    addEventListener("afterprint", () => {
-      Object.assign(this.view, this.before);
-      canvas.parentElement.style.cssText = "";
-      this.repaint();
-    });
+    this.paper = new Paper(this);
+    addEventListener("beforeprint", () => this.paper.fill());
+    addEventListener("afterprint", () => this.paper.clear());
     canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
       if (event.ctrlKey || event.metaKey) this.view.zoom(Math.exp(event.deltaY * 0.002), this.painter.timeAt(event.offsetX));
@@ -147,7 +138,6 @@ class Page {
       this.redraw();
     });
     document.addEventListener("keydown", (event) => this.key(event));
-    search.value = this.view.query;
     search.addEventListener("input", () => {
       this.view.query = search.value;
       this.repaint();
@@ -195,6 +185,7 @@ class Page {
       e: () => this.toggle("messages"),
       r: () => this.toggle("collectives"),
       g: () => this.toggle("groups"),
+      o: () => this.header.timelines.length > 1 && this.toggle("own"),
       f: () => this.foldAll(),
       t: () => this.toggleTheme(),
       "?": () => element("keys").showModal(),
@@ -267,40 +258,47 @@ class Page {
   }
 
   // Colours and rows anew, then a picture.
-  repaint(now = false) {
+  repaint() {
     const { header, view } = this;
     document.documentElement.dataset.theme = view.theme;
     this.hits = header.timelines.map((entry) => found(header, entry, view.query));
     this.paints = { header, colors: new Colors(header, view.theme, view.shows.causes), hits: this.hits };
     this.arrange();
+    if (element("search").value !== view.query) element("search").value = view.query;
     const count = this.hits.reduce((sum, hits) => sum + (hits ? hits.reduce((a, b) => a + b, 0) : 0), 0);
     element("count").textContent = view.query.trim() ? `${count} found` : "";
     for (const name of Object.keys(view.shows)) element(`show-${name}`).setAttribute("aria-pressed", view.shows[name]);
+    const { own } = view;
+    element("notes").textContent = [...this.sentences, ...(own ? ["each on its own time axis"] : [])].join(" · ");
+    element("show-own").hidden = header.timelines.length < 2;
     const parts = header.timelines.flatMap((entry) => entry.memory_parts);
     element("show-components").hidden = !parts.length;
     const names = view.shows.components && view.shows.memory ? new Set(parts.map((part) => part.name)) : [];
+    this.legendOfKinds.replaceChildren(...this.used.map((kind) => swatch(fillsOf(header, view.theme, kind)[0], header.names[kind])));
     this.legendOfParts.replaceChildren(...[...names].map((name) => swatch(header.components[name], name)));
     this.legendOfCauses.replaceChildren(...(view.shows.causes ? this.causesSeen() : []));
     this.say();
-    if (now) this.picture();
-    else this.redraw();
+    this.redraw();
   }
 
-  // Rows from top to bottom; where they leave room they are made up to twice as high.
+  // Rows from top to bottom, in the type of the window's width; where they leave room they are made up to twice as high.
   arrange() {
-    const { header, view, tracks } = this, room = element("canvas").parentElement.clientHeight - AXIS;
+    const { header, view, tracks } = this;
+    setType(this.painter.room.width, view.own ? header.timelines.length : 1);
+    const room = this.painter.room.height - AXIS;
     this.rows = rowsOf(header, view, tracks, 1);
     const stretch = Math.min(2, room / this.rows.total);
     if (stretch > 1.05) this.rows = rowsOf(header, view, tracks, stretch);
   }
 
-  // The causes of idle time that there are, for the legend.
+  // The causes of idle time that there are, for the legend, those of one colour together.
   causesSeen() {
-    const { header, view } = this, at = view.theme === "dark" ? 1 : 0;
-    return Object.entries(header.causes).flatMap(([cause, pair], index) => {
+    const { header, view } = this, at = view.theme === "dark" ? 1 : 0, seen = new Map();
+    Object.entries(header.causes).forEach(([cause, pair], index) => {
       const names = header.timelines.filter((entry) => entry.gap_cause.includes(index)).map((entry) => causeIn(entry, cause));
-      return names.length ? [swatch(pair[at], `idle: ${[...new Set(names)].join(" / ")}`)] : [];
+      if (names.length) seen.set(pair[at], new Set([...(seen.get(pair[at]) ?? []), ...names]));
     });
+    return [...seen].map(([color, names]) => swatch(color, `idle: ${[...names].join(" / ")}`));
   }
 
   redraw() {
@@ -340,11 +338,12 @@ class Page {
     const row = this.rows.find((each) => height >= each.y && height < each.y + each.height);
     if (!row) return null;
     if (row.memory && x >= LABEL && height >= row.memory.y && height < row.memory.y + row.memory.height) {
-      return { row, time: painter.timeAt(x) };
+      return { row, time: painter.timeAt(x, view.seen(row.entry)) };
     }
     const place = row.tracks.find((each) => height >= each.y && height < each.y + each.height + 1);
     if (!place || x < LABEL) return { row };
-    const track = place.track.ready(this.paints), time = painter.timeAt(x), slack = (2 * (view.hi - view.lo)) / painter.plot;
+    const track = place.track.ready(this.paints), seen = view.seen(row.entry), time = painter.timeAt(x, seen);
+    const slack = (2 * (seen.hi - seen.lo)) / painter.plot;
     let i = track.after(time - slack);
     while (i + 1 < track.start.length && track.end[i] < time && track.start[i + 1] <= time) i++;
     if (i >= track.start.length || track.start[i] > time + slack) return { row, place };
@@ -453,7 +452,7 @@ class Page {
     }
     const [timeline, span] = view.chosen, entry = header.timelines[timeline];
     const lines = this.words(entry, span).map((line) => Object.assign(document.createElement("div"), { textContent: line }));
-    const links = (label, spans) => {
+    const causes = [], links = (label, spans) => {
       const line = document.createElement("div");
       if (!spans.length) return line;
       line.append(`${label} `);
@@ -467,10 +466,14 @@ class Page {
       return line;
     };
     const chain = chainOf(entry, span), at = chain.indexOf(span);
-    lines.push(links("waited for", [...waitsOf(entry, span)].sort((a, b) => entry.end[b] - entry.end[a])));
-    lines.push(links("waited on by", [...laterOf(entry, span)].sort((a, b) => entry.start[a] - entry.start[b])));
-    lines.push(Object.assign(document.createElement("div"), { textContent: `in a chain of ${chain.length}: ${at} led to it, ${chain.length - at - 1} follow` }));
-    details.replaceChildren(...lines);
+    causes.push(links("waited for", [...waitsOf(entry, span)].sort((a, b) => entry.end[b] - entry.end[a])));
+    causes.push(links("waited on by", [...laterOf(entry, span)].sort((a, b) => entry.start[a] - entry.start[b])));
+    causes.push(Object.assign(document.createElement("div"), { textContent: `in a chain of ${chain.length}: ${at} led to it, ${chain.length - at - 1} follow` }));
+    details.replaceChildren(...[lines, causes].map((each) => {
+      const column = document.createElement("div");
+      column.append(...each);
+      return column;
+    }));
   }
 
   next(step) {

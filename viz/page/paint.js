@@ -1,6 +1,6 @@
 // Draws what is seen onto a canvas. Lengths are in CSS pixels.
 
-const FONT = "11px system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const FONTS = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif";
 
 class Painter {
   constructor(canvas, header) {
@@ -12,9 +12,14 @@ class Painter {
     this.widths = new Map();
   }
 
+  // The canvas' size and dots per pixel: those of the window, or of `paper` where one prints.
+  get room() {
+    const { clientWidth: width, clientHeight: height } = this.canvas.parentElement;
+    return this.paper ?? { width, height, scale: window.devicePixelRatio || 1 };
+  }
+
   fit() {
-    const { canvas } = this, scale = window.devicePixelRatio || 1;
-    const { clientWidth: width, clientHeight: height } = canvas.parentElement;
+    const { canvas } = this, { width, height, scale } = this.room;
     if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
       canvas.width = Math.round(width * scale);
       canvas.height = Math.round(height * scale);
@@ -24,12 +29,18 @@ class Painter {
     Object.assign(this, { width, height, scale, plot: Math.max(width - LABEL - 8, 10) });
   }
 
-  x(time) {
-    return LABEL + ((time - this.view.lo) / (this.view.hi - this.view.lo)) * this.plot;
+  // Times are of the common axis, or of a timeline where `seen` is what one sees of it.
+  x(time, seen = this.view) {
+    return LABEL + ((time - seen.lo) / (seen.hi - seen.lo)) * this.plot;
   }
 
-  timeAt(x) {
-    return this.view.lo + ((x - LABEL) / this.plot) * (this.view.hi - this.view.lo);
+  // How far below the upper edge rows begin.
+  get top() {
+    return AXIS;
+  }
+
+  timeAt(x, seen = this.view) {
+    return seen.lo + ((x - LABEL) / this.plot) * (seen.hi - seen.lo);
   }
 
   draw(view, rows, paints) {
@@ -42,7 +53,9 @@ class Painter {
     context.setTransform(this.scale, 0, 0, this.scale, 0, 0);
     context.fillStyle = colors.ground;
     context.fillRect(0, 0, this.width, this.height);
-    context.font = FONT;
+    context.font = `${11 * TYPE}px ${FONTS}`;
+    if (this.type !== TYPE) this.widths.clear();
+    this.type = TYPE;
     context.textBaseline = "middle";
     this.boxes = 0;
     context.save();
@@ -56,8 +69,8 @@ class Painter {
     }
     this.findings(rows, top);
     context.beginPath();
-    context.rect(LABEL, AXIS, this.width, this.height - AXIS);
-    context.clip(); // outlines and arrows of what lies further left cross no name of a rank
+    context.rect(LABEL, AXIS, this.plot, this.height - AXIS);
+    context.clip(); // outlines and arrows of what lies further left cross no name of a rank, and none the edge
     if (view.critical) for (const entry of this.header.timelines) this.chain(criticalOf(entry), rows, top, entry, dark ? "#ff9d5c" : "#b3400a");
     if (view.chosen) {
       const entry = this.header.timelines[view.chosen[0]];
@@ -75,28 +88,36 @@ class Painter {
     return this.known.chain;
   }
 
+  // The axis of time, or one of each timeline below the other.
   axis() {
-    const { context, view } = this, unit = unitOf(this.header, view.hi - view.lo, view.end);
+    const { context, view, header } = this, line = AXIS / (view.own ? header.timelines.length : 1);
     context.fillStyle = this.colors.ground;
     context.fillRect(0, 0, this.width, AXIS);
     context.strokeStyle = this.rule;
-    context.fillStyle = this.muted;
-    context.textAlign = "center";
-    const step = niceStep(((view.hi - view.lo) / Math.max(this.plot / 110, 1)) / unit.scale);
-    const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     context.beginPath();
-    for (let k = Math.ceil(view.lo / unit.scale / step - 1e-9); k * step * unit.scale <= view.hi * (1 + 1e-12); k++) {
-      const x = Math.round(this.x(k * step * unit.scale)) + 0.5;
-      context.moveTo(x, AXIS - 6);
-      context.lineTo(x, AXIS);
-      const text = (k * step).toFixed(digits);
-      if (x + this.widthOf(text) / 2 < this.width) context.fillText(text, x, AXIS - 15);
-    }
+    if (view.own) {
+      header.timelines.forEach((entry, at) => this.ticks(view.seen(entry), entry.makespan_s, `${entry.source}, `, line * at, line));
+    } else this.ticks(view, view.end, "", 0, line);
     context.moveTo(0, AXIS - 0.5);
     context.lineTo(this.width, AXIS - 0.5);
     context.stroke();
+  }
+
+  ticks(seen, end, name, top, height) {
+    const { context } = this, length = seen.hi - seen.lo, unit = unitOf(this.header, length, end);
+    context.fillStyle = this.muted;
+    context.textAlign = "center";
+    const step = niceStep(length / Math.max(this.plot / (110 * TYPE), 1) / unit.scale);
+    const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9)), middle = top + height / 2;
+    for (let k = Math.ceil(seen.lo / unit.scale / step - 1e-9); k * step * unit.scale <= seen.hi * (1 + 1e-12); k++) {
+      const x = Math.round(this.x(k * step * unit.scale, seen)) + 0.5;
+      context.moveTo(x, top + height - 6);
+      context.lineTo(x, top + height);
+      const text = (k * step).toFixed(digits);
+      if (x + this.widthOf(text) / 2 < this.width) context.fillText(text, x, middle);
+    }
     context.textAlign = "left";
-    context.fillText(unit.name, 10, AXIS - 15);
+    context.fillText(`${name}${unit.name}`, 10, middle);
   }
 
   row(row, top) {
@@ -105,33 +126,33 @@ class Painter {
     context.fillStyle = this.ink;
     const first = row.tracks[0];
     const middle = top + row.y + (first ? first.height : row.height) / 2;
-    if (!row.folded || row.height >= 10) context.fillText(`${row.folded ? "▸" : "▾"} ${row.label[0]}`, 8, middle);
-    if (row.label[1] && row.height > 26) {
+    if (!row.folded || row.height >= 10 * TYPE) context.fillText(`${row.folded ? "▸" : "▾"} ${row.label[0]}`, 8, middle);
+    if (row.label[1] && row.height > 26 * TYPE) {
       context.fillStyle = this.muted;
-      context.fillText(row.label[1], 20, middle + 14);
+      context.fillText(row.label[1], 20 * TYPE, middle + 14 * TYPE);
     }
     for (const place of row.tracks) this.track(place, top);
     if (row.memory) this.memory(row, top);
   }
 
   track(place, top) {
-    const { context, view, colors } = this, { track, height } = place, y = top + place.y;
-    const lo = track.ready(this.paints).after(view.lo);
-    let hi = track.after(view.hi, lo);
-    if (hi < track.start.length && track.start[hi] < view.hi) hi++;
+    const { context, view, colors } = this, { track, height } = place, y = top + place.y, seen = view.seen(track.entry);
+    const lo = track.ready(this.paints).after(seen.lo);
+    let hi = track.after(seen.hi, lo);
+    if (hi < track.start.length && track.start[hi] < seen.hi) hi++;
     if (place.role === "compute") {
       context.fillStyle = colors.css[colors.idle];
       context.fillRect(LABEL, y, this.plot, height);
     }
     if (hi - lo > this.plot / 3) {
-      this.dense(track, y, height);
+      this.dense(track, seen, y, height);
       return;
     }
     let last = -1;
-    const pixels = this.plot / (view.hi - view.lo);
+    const pixels = this.plot / (seen.hi - seen.lo);
     for (let i = lo; i < hi; i++) {
-      const from = Math.max(track.start[i], view.lo), until = Math.min(track.end[i], view.hi);
-      const x = LABEL + (from - view.lo) * pixels, width = Math.max((until - from) * pixels, track.ref[i] < 0 ? 0 : 0.6);
+      const from = Math.max(track.start[i], seen.lo), until = Math.min(track.end[i], seen.hi);
+      const x = LABEL + (from - seen.lo) * pixels, width = Math.max((until - from) * pixels, track.ref[i] < 0 ? 0 : 0.6);
       if (width <= 0) continue;
       const second = track.second[i], color = track.color[i];
       if (color !== last) {
@@ -146,7 +167,7 @@ class Painter {
         context.fillRect(x, y + height / 2, width - gap, height / 2);
       }
       this.boxes++;
-      if (height >= 18 && track.ref[i] >= 0 && width > 13) {
+      if (height >= 18 * TYPE && track.ref[i] >= 0 && width > 13 * TYPE) {
         this.label(track, i, x, y, width, height);
         last = -1;
       }
@@ -185,25 +206,25 @@ class Painter {
   }
 
   // The mean colour of every column of pixels, from differences of sums.
-  dense(track, y, height) {
-    const { view, colors, strip } = this, columns = Math.max(1, Math.ceil(this.plot));
+  dense(track, seen, y, height) {
+    const { colors, strip } = this, columns = Math.max(1, Math.ceil(this.plot));
     if (strip.width !== columns) {
       strip.width = columns;
       this.pixels = strip.getContext("2d").createImageData(columns, 1);
     }
     const data = this.pixels.data, [red, green, blue, time] = track.sums, { start, end } = track;
-    const length = (view.hi - view.lo) / this.plot, count = start.length;
+    const length = (seen.hi - seen.lo) / this.plot, count = start.length;
     const ground = [colors.red[colors.idle], colors.green[colors.idle], colors.blue[colors.idle]];
-    let at = track.after(view.lo);
+    let at = track.after(seen.lo);
     let before = null;
     const sumsAt = (i, until) => {
       const share = i < count && until > start[i] && end[i] > start[i] ? (until - start[i]) / (end[i] - start[i]) : 0;
       const part = (sums) => sums[i] + (share ? share * (sums[i + 1] - sums[i]) : 0);
       return [part(red), part(green), part(blue), part(time)];
     };
-    before = sumsAt(at, view.lo);
+    before = sumsAt(at, seen.lo);
     for (let column = 0; column < columns; column++) {
-      const until = view.lo + (column + 1) * length;
+      const until = seen.lo + (column + 1) * length;
       // steps that double, then a search between the last two
       if (at < count && end[at] <= until) {
         let step = 1;
@@ -228,15 +249,16 @@ class Painter {
   }
 
   memory(row, top) {
-    const { context, view } = this, { entry, rank } = row;
+    const { context, view } = this, { entry, rank } = row, { capacity_bytes: capacity } = entry, seen = view.seen(entry);
+    const right = Math.min(this.x(entry.makespan_s, seen), LABEL + this.plot);
     const y = top + row.memory.y, height = row.memory.height, most = mostBytes(this.header);
     const place = (bytes) => y + height - (bytes / most) * (height - 4);
-    const { parts } = row.memory;
-    if (parts.length) {
+    const { parts } = row.memory, isSeen = right > LABEL;
+    if (parts.length && isSeen) {
       // from above down: what is below of a component lies over it
       for (const [layer, part] of [...stackedOf(entry).entries()].reverse()) {
-        this.steps(entry, rank, layer, place);
-        context.lineTo(LABEL + this.plot, y + height);
+        this.steps(entry, rank, layer, place, right);
+        context.lineTo(right, y + height);
         context.lineTo(LABEL, y + height);
         context.fillStyle = this.header.components[part.name];
         context.fill();
@@ -244,10 +266,10 @@ class Painter {
     }
     context.strokeStyle = context.fillStyle = view.theme === "dark" ? "#b08fd0" : "#5b2f86";
     context.globalAlpha = 0.9;
-    this.steps(entry, rank, entry.memory_bytes, place);
-    context.stroke();
-    if (!parts.length) {
-      context.lineTo(LABEL + this.plot, y + height);
+    if (isSeen) this.steps(entry, rank, entry.memory_bytes, place, right);
+    if (isSeen) context.stroke();
+    if (!parts.length && isSeen) {
+      context.lineTo(right, y + height);
       context.lineTo(LABEL, y + height);
       context.globalAlpha = 0.25;
       context.fill();
@@ -256,34 +278,36 @@ class Painter {
     context.fillStyle = this.muted;
     context.textAlign = "left";
     const peak = peakOf(entry, rank);
-    context.fillText(`peak ${formatHeld(this.header, peak.bytes)}`, 20, y + height / 2);
-    if (peak.time >= view.lo && peak.time <= view.hi) {
+    context.fillText(`peak ${formatHeld(this.header, peak.bytes)}`, 20 * TYPE, y + height / 2 - (capacity ? 6 * TYPE : 0));
+    if (peak.time >= seen.lo && peak.time <= seen.hi) {
       context.beginPath();
-      context.arc(this.x(peak.time), place(peak.bytes), 3, 0, 2 * Math.PI);
+      context.arc(this.x(peak.time, seen), place(peak.bytes), 3, 0, 2 * Math.PI);
       context.fill();
     }
-    if (entry.capacity_bytes) {
+    if (capacity && row.memory.height > 30 * TYPE) context.fillText(`of ${formatBytes(capacity)}`, 20 * TYPE, y + height / 2 + 8 * TYPE);
+    if (capacity && capacity <= most) {
       context.strokeStyle = view.theme === "dark" ? "#ff9d5c" : "#b3400a";
       context.setLineDash([5, 4]);
       context.beginPath();
-      context.moveTo(LABEL, place(entry.capacity_bytes));
-      context.lineTo(LABEL + this.plot, place(entry.capacity_bytes));
+      context.moveTo(LABEL, place(capacity));
+      context.lineTo(LABEL + this.plot, place(capacity));
       context.stroke();
       context.setLineDash([]);
     }
   }
 
   // The path of what a rank holds over the times that are seen: of a column's samples the highest, and the last.
-  steps(entry, rank, held, place) {
-    const { context, view } = this, { lo, hi } = entry.samples[rank], pixels = this.plot / (view.hi - view.lo);
-    const columnOf = (i) => Math.floor((entry.memory_time[i] - view.lo) * pixels);
+  steps(entry, rank, held, place, right) {
+    const { context, view } = this, { lo, hi } = entry.samples[rank], seen = view.seen(entry);
+    const pixels = this.plot / (seen.hi - seen.lo);
+    const columnOf = (i) => Math.floor((entry.memory_time[i] - seen.lo) * pixels);
     let i = lo;
-    while (i < hi && entry.memory_time[i] <= view.lo) i++;
+    while (i < hi && entry.memory_time[i] <= seen.lo) i++;
     let now = i > lo ? held[i - 1] : 0;
     context.beginPath();
     context.moveTo(LABEL, place(now));
-    while (i < hi && entry.memory_time[i] <= view.hi) {
-      const column = columnOf(i), x = LABEL + (entry.memory_time[i] - view.lo) * pixels;
+    while (i < hi && entry.memory_time[i] <= seen.hi) {
+      const column = columnOf(i), x = LABEL + (entry.memory_time[i] - seen.lo) * pixels;
       let highest = held[i], last = highest, k = i + 1;
       for (; k < hi && columnOf(k) === column; k++) {
         last = held[k];
@@ -295,7 +319,7 @@ class Painter {
       now = last;
       i = k;
     }
-    context.lineTo(LABEL + this.plot, place(now));
+    context.lineTo(right, place(now));
   }
 
   // Where a span lies on the canvas, or null where its row is not there.
@@ -305,17 +329,18 @@ class Painter {
     if (!row) return null;
     const place = row.tracks.find((each) => each.track.lane === entry.lane[span] && each.track.lo <= span && span < each.track.hi) ??
       (rank === entry.rank[span] ? row.tracks[0] : null);
-    return place ? { y: top + place.y, height: place.height, left: this.x(entry.start[span]), right: this.x(entry.end[span]) } : null;
+    const seen = this.view.seen(entry);
+    return place ? { y: top + place.y, height: place.height, left: this.x(entry.start[span], seen), right: this.x(entry.end[span], seen) } : null;
   }
 
   chain(spans, rows, top, entry, color) {
-    const { context } = this, limit = 4 * this.plot;
+    const { context } = this, limit = 4 * this.plot, { lo, hi } = this.view.seen(entry);
     context.strokeStyle = color;
     context.lineWidth = 1.5;
     context.beginPath();
     let last = null;
     for (const span of spans) {
-      if (entry.end[span] < this.view.lo - (this.view.hi - this.view.lo) || entry.start[span] > this.view.hi + (this.view.hi - this.view.lo)) {
+      if (entry.end[span] < lo - (hi - lo) || entry.start[span] > hi + (hi - lo)) {
         last = null;
         continue;
       }
@@ -387,14 +412,15 @@ function stackedOf(entry) {
   return entry.stacked;
 }
 
+// What is usable is on the scale of memory up to so many times the most that is held: curves of less would be flat.
+const LIMIT_SEEN = 5;
+
 function mostBytes(header) {
   if (header.mostBytes === undefined) {
     let most = 1;
-    for (const entry of header.timelines) {
-      for (const bytes of entry.memory_bytes) if (bytes > most) most = bytes;
-      most = Math.max(most, entry.capacity_bytes ?? 0);
-    }
-    header.mostBytes = most;
+    for (const { memory_bytes } of header.timelines) for (const bytes of memory_bytes) if (bytes > most) most = bytes;
+    const capacities = header.timelines.map((entry) => entry.capacity_bytes ?? 0);
+    header.mostBytes = Math.max(most, ...capacities.filter((capacity) => capacity < LIMIT_SEEN * most));
   }
   return header.mostBytes;
 }
@@ -443,7 +469,7 @@ function fromTo(header, start, end) {
 
 // Of a schedule without a model: forwards whose backward is still to come.
 function formatHeld(header, value) {
-  return header.library ? `${value} in flight` : formatBytes(value);
+  return header.library ? `${Number(value.toPrecision(4))} in flight` : formatBytes(value);
 }
 
 function formatBytes(bytes) {

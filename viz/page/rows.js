@@ -1,7 +1,22 @@
 // Rows and tracks: what lies where, and the colours of everything in a track, summed so that any part of it is a
 // difference of two sums. That is the level of detail: the cost of drawing depends on pixels, not on spans.
 
-const LABEL = 132, AXIS = 30, HEIGHTS = { compute: 24, thin: 10, message: 6, collective: 8, memory: 44, components: 96 }, ROW_GAP = 6;
+const HEIGHTS = { compute: 24, thin: 10, message: 6, collective: 8, memory: 44, components: 96 }, ROW_GAP = 6;
+
+// How much larger type is than 11 pixels, and with it the room of ranks' names and of the axis of time.
+let TYPE = 1, LABEL = 132, AXIS = 30;
+
+// On windows of more than 2,500 pixels type grows with them, as that of `page.css` does.
+function setType(width, axes) {
+  TYPE = Math.min(Math.max((3 + 0.004 * width) / 13, 1), 18 / 13);
+  LABEL = Math.round(132 * TYPE);
+  AXIS = Math.round((axes > 1 ? 22 * axes : 30) * TYPE);
+}
+
+// The colours of a kind of action by chunk, none of a pair, which has those of its halves.
+function fillsOf(header, theme, name) {
+  return (theme === "dark" && header.dark_fills[name]) || header.fills[name] || [];
+}
 
 class Colors {
   constructor(header, theme, showsCauses) {
@@ -12,7 +27,7 @@ class Colors {
     const dark = theme === "dark";
     this.ground = dark ? "#15191e" : "#ffffff";
     this.idle = this.add(dark ? "#20262d" : "#eef0f2");
-    this.kinds = header.kinds.map((name) => (header.fills[name] || []).map((fill) => this.add(fill)));
+    this.kinds = header.kinds.map((name) => fillsOf(header, theme, name).map((fill) => this.add(fill)));
     this.causes = Object.values(header.causes).map((pair) => (showsCauses ? this.add(pair[dark ? 1 : 0]) : this.idle));
     this.pale = this.css.map((_, i) => i);
     const count = this.css.length;
@@ -114,7 +129,7 @@ class Track {
 // All rows of a view, from top to bottom: { entry, rank, ranks, y, height, tracks: [{ track, y, height }], memory }.
 // Heights are multiplied by `stretch`.
 function rowsOf(header, view, tracks, stretch) {
-  const rows = [], places = new Map(), size = (name) => Math.round(HEIGHTS[name] * stretch);
+  const rows = [], places = new Map(), size = (name) => Math.round(HEIGHTS[name] * TYPE * stretch);
   let y = 0;
   header.timelines.forEach((entry) => {
     entry.ranks.forEach((name, rank) => {

@@ -20,7 +20,8 @@ MICROBATCHES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24)
 
 
 class Sized(NamedTuple):
-    """A lowered schedule with its sizes, and what is found in it."""
+    """A lowered schedule with its sizes, what is found in it, and the share of the reader's durations that one of its
+    stages takes."""
 
     name: str
     pp: int
@@ -28,10 +29,12 @@ class Sized(NamedTuple):
     num_microbatches: int
     schedule: Schedule
     findings: tuple[Finding, ...] = ()
+    share: float = 1.0
 
 
 def catalog(names: Iterable[str] = tuple(CATALOG)) -> list[Sized]:
-    """Every schedule of the catalog in every size of the page that it has."""
+    """Every schedule of the catalog in every size of the page that it has. Durations are of 1/p of the model, so that
+    schedules with more chunks to a rank do the same work."""
     found = []
     for name in names:
         for pp in RANKS:
@@ -43,12 +46,12 @@ def catalog(names: Iterable[str] = tuple(CATALOG)) -> list[Sized]:
                         schedule = lower(build(name, pp=pp, vpp=vpp, num_microbatches=count))
                     except ScheduleError:  # it has no such size
                         continue
-                    found.append(Sized(name, pp, vpp, count, schedule))
+                    found.append(Sized(name, pp, vpp, count, schedule, share=pp / schedule.num_stages))
     return found
 
 
 def sized(schedule: Schedule, findings: Iterable[Finding] = ()) -> Sized:
-    """A schedule of one's own, lowered where it is not."""
+    """A schedule of one's own, lowered where it is not. Durations are of its actions."""
     lowered = schedule if schedule.is_lowered else lower(schedule)
     vpp = -(-lowered.num_stages // lowered.num_ranks)
     return Sized(
@@ -62,7 +65,7 @@ def library(schedules: Sequence[Sized], columns: list[np.ndarray]) -> dict[str, 
     entries, first = [], 0
     for each in schedules:
         lengths = np.diff(each.schedule.offsets).tolist()
-        sizes = {"p": each.pp, "v": each.vpp, "m": each.num_microbatches}
+        sizes = {"p": each.pp, "v": each.vpp, "m": each.num_microbatches, "share": each.share}
         entries.append({"name": names.index(each.name), **sizes, "first": first, "lengths": lengths})
         entries[-1]["findings"] = [finding.to_dict() for finding in each.findings]
         first += sum(lengths)

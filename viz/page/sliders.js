@@ -78,8 +78,9 @@ class Sliders {
     for (const [number, each] of chosen.entries()) {
       const at = header.library.entries.findIndex((entry) => ["name", "p", "v", "m"].every((key) => entry[key] === each[key]));
       const title = `${header.library.names[each.name]}: p ${each.p}, m ${each.m}${each.v > 1 ? `, v ${each.v}` : ""}`;
-      const { findings } = header.library.entries[at], name = header.library.names[each.name];
-      timelines.push(timelineOf(header, this.settled(at, { F, I, W, send }), { name, title, number, findings }));
+      const { findings, share } = header.library.entries[at], name = header.library.names[each.name];
+      const actions = this.settled(at, { F: F * share, I: I * share, W: W * share, send });
+      timelines.push(timelineOf(header, actions, { name, title, number, findings, share }));
     }
     header.timelines = timelines;
     this.page.load();

@@ -11,11 +11,35 @@ class View {
     this.scroll = 0;
     this.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
     const ranks = Math.max(...header.timelines.map((entry) => entry.ranks.length));
-    this.shows = { messages: ranks <= 8, collectives: true, memory: ranks <= 16, causes: true, groups: ranks > 64, components: false };
+    this.shows = { messages: ranks <= 8, collectives: true, memory: ranks <= 16, causes: true, groups: ranks > 64, components: false, own: this.apart };
     this.folded = new Set();
     this.query = "";
     this.chosen = null; // [timeline, span]
     this.critical = false;
+  }
+
+  // Whether each of two timelines begins with an axis of its own: on the other's one of them would be hardly seen, or
+  // who wrote the page wanted it so.
+  get apart() {
+    const { scale, own_scale_from: factor, timelines } = this.header, lengths = timelines.map((entry) => entry.makespan_s);
+    return scale === "own" || (scale === "auto" && Math.max(...lengths) > factor * Math.min(...lengths));
+  }
+
+  // Whether several timelines are seen, each with an axis of its own.
+  get own() {
+    return this.shows.own && this.header.timelines.length > 1;
+  }
+
+  // How many times longer a timeline is drawn than its seconds are on the common axis: as long as the longest where each
+  // has an axis of its own.
+  stretch(entry) {
+    return this.own ? this.end / Math.max(entry.makespan_s, LEAST_SPAN_S) : 1;
+  }
+
+  // What is seen of a timeline, in its own times.
+  seen(entry) {
+    const stretch = this.stretch(entry);
+    return { lo: this.lo / stretch, hi: this.hi / stretch };
   }
 
   // Moves the times by a share of what is seen, or scales them around a time.
@@ -39,7 +63,8 @@ class View {
 
   // Brings a span into sight, with some of what is around it.
   show(entry, span) {
-    const start = entry.start[span], end = entry.end[span], length = this.hi - this.lo;
+    const stretch = this.stretch(entry), length = this.hi - this.lo;
+    const start = entry.start[span] * stretch, end = entry.end[span] * stretch;
     if (start >= this.lo && end <= this.hi && end - start > length / 400) return;
     const wanted = Math.max((end - start) * 24, this.end * 1e-9);
     const shown = end - start > length / 400 && end - start < length ? length : wanted;

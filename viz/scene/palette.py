@@ -19,8 +19,8 @@ PAPER = "#ffffff"
 FILLS = {
     Kind.F: "#3b74b4",
     Kind.B: "#2f9a7c",
-    Kind.I: "#8cc152",
-    Kind.W: "#dda13a",
+    Kind.I: "#a9ce64",
+    Kind.W: "#d58c24",
     Kind.SEND_F: "#5f8fc6",
     Kind.RECV_F: "#bdd2ea",
     Kind.SEND_B: "#4dab90",
@@ -33,11 +33,14 @@ FILLS = {
 """Fill of the first chunk; later chunks are mixed with white. OVERLAP_F_B has no colour of its own: its
 halves are an F and a B."""
 
+DARK_FILLS = {Kind.STEP: "#c3ccd5"}
+"""Fills on a dark ground, of kinds that could hardly be seen on it."""
+
 ANSI = {
     Kind.F: 67,
     Kind.B: 36,
-    Kind.I: 113,
-    Kind.W: 178,
+    Kind.I: 149,
+    Kind.W: 172,
     Kind.SEND_F: 68,
     Kind.RECV_F: 153,
     Kind.SEND_B: 72,
@@ -49,7 +52,7 @@ ANSI = {
 }
 """The nearest entries of the terminal's 256 colours, and for later chunks the lighter ones of `ANSI_LATER`."""
 
-ANSI_LATER = {Kind.F: 110, Kind.B: 115, Kind.I: 150, Kind.W: 222}
+ANSI_LATER = {Kind.F: 110, Kind.B: 115, Kind.I: 193, Kind.W: 222}
 
 NAMES = {
     Kind.F: "forward",
@@ -84,11 +87,11 @@ LIMIT = "#b3400a"
 
 CAUSES = {
     "warm-up": ("#dfe4e8", "#333b43"),
-    "waiting": ("#f4d9bd", "#5c432b"),
-    "message": ("#c4d9f0", "#2c4561"),
-    "dp-sync": ("#dccbea", "#463358"),
-    "norm": ("#ece2f5", "#382c46"),
-    "replicas": ("#eee6c2", "#4b4526"),
+    "waiting": ("#f4d9bd", "#503a31"),
+    "message": ("#d2e9fe", "#3f6376"),
+    "dp-sync": ("#c6b5f7", "#563074"),
+    "norm": ("#e5c3f7", "#382244"),
+    "replicas": ("#f2faae", "#816327"),
     "end": ("#dfe4e8", "#333b43"),
 }
 """Idle time by its cause (`core.schedule.waits.Cause`), on paper and on a dark ground: pale, because what runs is what
@@ -112,9 +115,22 @@ def mix(color: str, white: float) -> str:
 
 def text_on(color: str) -> str:
     """White or ink, whichever contrasts more (relative luminance of WCAG 2.2)."""
+    return PAPER if _luminance(color) < 0.3 else INK
+
+
+def contrast(one: str, other: str) -> float:
+    """How far apart two colours are, from 1 to 21 (contrast ratio of WCAG 2.2; 3 is enough for a shape).
+
+    >>> contrast("#ffffff", "#000000")
+    21.0
+    """
+    dark, light = sorted((_luminance(one), _luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(color: str) -> float:
     linear = [((c / 255 + 0.055) / 1.055) ** 2.4 if c > 10 else c / 255 / 12.92 for c in _channels(color)]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return PAPER if luminance < 0.3 else INK
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def curve(index: int, count: int) -> str:

@@ -27,7 +27,7 @@ from shardproof.core.base.errors import DivergedError, PlanError
 from shardproof.core.plan.schedule_of import modular_schedule
 from shardproof.core.plan.train import Checkpoint
 from shardproof.core.schedule.action import SENDS, Kind
-from shardproof.simulator.cost.joined_pricing import bridge_bytes
+from shardproof.simulator.network.bridge_bytes import bridge_bytes
 from shardproof.verify.ledger.compare import compare
 from shardproof.verify.ledger.ledger import WEIGHT, RunLedger
 from shardproof.verify.run.proof_run import ProofJob, one_device, prove_rank

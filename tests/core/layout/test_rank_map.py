@@ -66,3 +66,10 @@ def test_modules_are_an_axis_and_have_no_place_on_axes_of_others() -> None:
         "pp": [NOWHERE] * 4 + [0, 1],
         "module": [0, 0, 0, 0, 1, 1],
     }
+    assert spread_text(found.axes[0], 1) == "2 groups of 2, each on 1 node"
+
+
+def test_groups_of_several_sizes_are_said_to_be_so() -> None:
+    found = map_of(Layout(tp=4), ModuleLayout(tp=2, first_rank=4))
+    said = [spread_text(axis, found.num_racks) for axis in found.axes]
+    assert said == ["2 groups of 2 to 4, each on 1 node", "2 modules, each on 1 node"]

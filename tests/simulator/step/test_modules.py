@@ -18,10 +18,10 @@ from shardproof.core.commands.cli import main
 from shardproof.core.machine.variation import Variation
 from shardproof.core.plan.schedule_of import modular_schedule
 from shardproof.core.schedule.action import Kind
-from shardproof.simulator.cost.joined_pricing import bridge_bytes
 from shardproof.simulator.engine.engine import execute
 from shardproof.simulator.engine.graph import build_graph
 from shardproof.simulator.engine.joined_graph import joined_graph
+from shardproof.simulator.network.bridge_bytes import bridge_bytes
 from shardproof.simulator.search.fit import fit
 
 EXAMPLE = EXAMPLES / "encoder_decoder.toml"

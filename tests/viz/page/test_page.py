@@ -1,9 +1,12 @@
 """The page in a real browser: what a user points at, presses and reads."""
 
+import base64
+import importlib
 import io
 import json
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import get_args
 
 import matplotlib.image
@@ -11,10 +14,12 @@ import numpy as np
 import pytest
 
 from helpers.chromium import PROGRAM, Chromium
+from helpers.pdf import images_of
 from helpers.plans import plan
 from shardproof import build, draw, lower, run_schedule, simulate
 from shardproof.core.base.findings import Finding
 from shardproof.core.commands.cli import main
+from shardproof.core.schedule import CATALOG
 from shardproof.core.schedule.action import Kind
 from shardproof.core.schedule.timeline import Timeline
 from shardproof.core.schedule.waits import Cause, gaps_of, waits_of
@@ -27,6 +32,7 @@ from shardproof.viz.scene import palette
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 
+GIB = 2**30
 AWKWARD = """</script><script>document.title = "broken"</script> "quoted" & 'so' <b>"""
 
 
@@ -57,7 +63,7 @@ def opened(browser, tmp_path):
 
     yield opens
     assert browser.errors == []
-    assert {address.partition(":")[0] for address in browser.requests} <= {"file", "about"}
+    assert {address.partition(":")[0] for address in browser.requests} <= {"file", "about", "data"}
 
 
 def details(browser):
@@ -67,24 +73,24 @@ def details(browser):
 TOKENS = """(entry, header) => (i) =>
   `${entry.stage[i]}${header.kinds[entry.kind[i]]}${entry.microbatch[i] < 0 ? "" : entry.microbatch[i]}`"""
 
-MIDDLE = """((wanted, rank) => {
-  const entry = page.header.timelines[0], token = (TOKENS)(entry, page.header);
+MIDDLE = """((wanted, rank, number) => {
+  const entry = page.header.timelines[number], token = (TOKENS)(entry, page.header);
   const box = document.getElementById("canvas").getBoundingClientRect();
   for (const row of page.rows) {
     if (row.entry !== entry || entry.ranks[row.rank] !== rank) continue;
     for (const { track, y, height } of row.tracks) {
       const span = track.ref.find((each) => each >= 0 && token(each) === wanted);
       if (span === undefined) continue;
-      const x = page.painter.x((entry.start[span] + entry.end[span]) / 2);
-      return [box.left + x, box.top + 30 + y - page.view.scroll + height / 2];
+      const x = page.painter.x((entry.start[span] + entry.end[span]) / 2, page.view.seen(entry));
+      return [box.left + x, box.top + page.painter.top + y - page.view.scroll + height / 2];
     }
   }
 })""".replace("TOKENS", TOKENS)
 
 
-def middle_of(browser, action, rank=0):
+def middle_of(browser, action, rank=0, timeline=0):
     """Where an action lies on the screen."""
-    found = browser.run(f"{MIDDLE}({json.dumps(action)}, {rank})")
+    found = browser.run(f"{MIDDLE}({json.dumps(action)}, {rank}, {timeline})")
     assert found is not None, f"{action} is not on the page"
     return found
 
@@ -224,15 +230,62 @@ def test_an_address_that_says_nonsense_is_harmless(opened, step):
     assert browser.run("[page.view.lo, page.view.chosen, page.view.query, page.rows.length]") == [0, None, "", 3]
 
 
-def test_two_timelines_lie_rank_by_rank_and_an_action_knows_the_other(opened, full):
-    spans = full.spans
-    slower = Timeline(
-        type(spans)(spans.global_rank, spans.lane, spans.lanes, spans.actions, spans.start_s * 2, spans.end_s * 2),
-        "measured",
-        full.memory,
-        full.title,
+def slower(timeline, times):
+    """The timeline as if measured, so many times as long."""
+    spans = timeline.spans
+    moved = type(spans)(
+        spans.global_rank, spans.lane, spans.lanes, spans.actions, spans.start_s * times, spans.end_s * times
     )
-    browser = opened(full, slower)
+    memory = tuple(replace(each, time_s=each.time_s * times) for each in timeline.memory)
+    return Timeline(moved, "measured", memory, timeline.title)
+
+
+def test_of_timelines_that_differ_fifty_fold_each_has_an_axis_of_its_own_and_a_key_puts_both_on_one(opened, full):
+    browser = opened(full, slower(full, 50))
+    notes = "document.getElementById('notes').textContent"
+    assert "50 x predicted" in browser.run(notes) and "each on its own time axis" in browser.run(notes)
+    both = [middle_of(browser, "1B0", rank=1, timeline=number) for number in (0, 1)]
+    assert both[0][0] == pytest.approx(both[1][0]) and both[0][1] < both[1][1]
+    browser.mouse("mouseMoved", *both[1])
+    browser.settle()
+    tip = browser.run("document.getElementById('tip').textContent")
+    assert tip.startswith("1B0: backward, 100 s") and "predicted: 2 s from 2 s" in tip
+    browser.click(*both[1])
+    assert browser.run("page.view.chosen[0]") == 1
+    browser.run("page.remember()")
+    assert "own" in browser.run("location.hash").partition("show=")[2].partition("&")[0]
+    browser.press("o")
+    assert "own time axis" not in browser.run(notes)
+    one, other = (middle_of(browser, "1B0", rank=1, timeline=number)[0] for number in (0, 1))
+    left = browser.run("page.painter.x(0)")
+    assert (other - left) / (one - left) == pytest.approx(50)
+
+
+def test_timelines_of_about_the_same_length_share_an_axis_and_one_alone_has_no_choice(opened, full):
+    browser = opened(full, slower(full, 2))
+    assert browser.run("[page.view.own, document.getElementById('show-own').hidden]") == [False, False]
+    assert opened(full, slower(full, 2), scale="own").run("page.view.own") is True
+    assert opened(full, slower(full, 50), scale="time").run("page.view.own") is False
+    browser = opened(full, view="#show=own")
+    browser.press("o")
+    assert browser.run("[page.view.own, document.getElementById('show-own').hidden]") == [False, True]
+    assert "own time axis" not in browser.run("document.getElementById('notes').textContent")
+
+
+def test_memory_ends_with_its_timeline_and_its_scale_does_not_show_what_is_far_away(opened, full):
+    browser = opened(full, slower(full, 2), extras=[Extra(100 * GIB)] * 2, view="#show=memory&theme=light")
+    left, y, width = browser.run(
+        "(({ left, top }, { memory }) => [left + page.painter.x(0), "
+        "top + page.painter.top + memory.y + 0.6 * memory.height, "
+        "page.painter.plot])(document.getElementById('canvas').getBoundingClientRect(), page.rows[0])"
+    )
+    picture = matplotlib.image.imread(io.BytesIO(browser.screenshot()))[..., :3]
+    held, beyond = (picture[int(y), int(left + share * width)] for share in (0.25, 0.75))
+    assert held.min() < 0.9 and beyond.min() == 1.0
+
+
+def test_two_timelines_lie_rank_by_rank_and_an_action_knows_the_other(opened, full):
+    browser = opened(full, slower(full, 2))
     labels = browser.run("page.rows.map((row) => row.label.join(' '))")
     assert labels == ["rank 0 predicted", "rank 0 measured", "rank 1 predicted", "rank 1 measured"]
     assert "in the same order" in browser.run("document.getElementById('notes').textContent")
@@ -326,7 +379,7 @@ def test_idle_times_of_a_schedule_have_the_causes_that_python_finds(browser, all
     number = list(dict.fromkeys(each.name for each in found)).index("ZBVZeroBubble")
     browser.open(path, f"#schedule={number},4,2,8,&times=1,1.2,0.8,0.25")
     assert browser.run("page.header.timelines[0].source") == "ZBVZeroBubble"
-    timeline = run_schedule(found[at].schedule, 1, 1.2, 0.8, 0.25)
+    timeline = run_schedule(found[at].schedule, 0.5, 0.6, 0.4, 0.25)  # each of two chunks takes half
     expected = sorted(
         (gap.global_rank, gap.start_s, gap.end_s, gap.cause) for gap in gaps_of(timeline, waits_of(timeline))
     )
@@ -366,6 +419,21 @@ def test_sliders_change_what_is_shown_and_the_address_keeps_them(browser, all_sc
     assert browser.run(state) == shown
 
 
+def test_the_page_says_of_every_schedule_what_the_page_of_schedules_says(browser, all_schedules):
+    """Durations are of a quarter of the model, however many chunks a rank cuts that into."""
+    _, path = all_schedules
+    gallery = importlib.import_module("shardproof.docs.make_schedules")
+    browser.open(path)
+    for number, name in enumerate(CATALOG):
+        schedule = gallery.example(name)
+        sizes = {"name": number, "p": gallery.PP, "v": CATALOG[name].nearest_vpp(gallery.VPP), "m": 8}
+        browser.run(f"(({{ sliders }}) => {{ sliders.wanted.a = {json.dumps(sizes)}; sliders.simulate(); }})(page)")
+        entry = "({ source, makespan_s, memory_bytes }) => [source, makespan_s, Math.max(...memory_bytes)]"
+        measured = gallery.measure(schedule, gallery.run(schedule))
+        expected = [name, pytest.approx(measured.makespan), pytest.approx(measured.activations)]
+        assert browser.run(f"({entry})(page.header.timelines[0])") == expected
+
+
 def test_a_schedule_of_one_s_own_has_sliders_and_its_findings(browser, tmp_path, capsys):
     (tmp_path / "two.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     assert main(["draw", str(tmp_path / "two.csv"), "-o", str(tmp_path / "two.html"), "--json"]) == 0
@@ -400,7 +468,7 @@ def test_arrows_and_outlines_do_not_cross_the_names_of_ranks(opened, step):
     assert (chosen[top : top + 300, :128] == names).all() and len(np.unique(names)) > 2
 
 
-def test_rows_grow_where_there_is_room_and_print_has_all_of_them_and_the_whole_width(opened, step):
+def test_rows_grow_where_there_is_room(opened, step):
     browser = opened(step.timeline)
     height = "page.rows[0].tracks[0].height"
     browser.size(1280, 2160)
@@ -409,16 +477,40 @@ def test_rows_grow_where_there_is_room_and_print_has_all_of_them_and_the_whole_w
     browser.size(1280, 400)
     browser.settle()
     assert browser.run(height) == 24
-    browser.call("Emulation.setEmulatedMedia", media="print")
-    browser.size(700, 400)
-    browser.run("dispatchEvent(new Event('beforeprint'))")
-    box = json.loads(browser.run("JSON.stringify(document.getElementById('canvas').getBoundingClientRect())"))
-    assert box["right"] <= 700 and browser.run("page.painter.height >= page.rows.total")
-    browser.run("dispatchEvent(new Event('afterprint'))")
-    browser.call("Emulation.setEmulatedMedia", media="screen")
     browser.size(1280, 800)
+
+
+@pytest.fixture(scope="module")
+def tall():
+    """More ranks than a sheet of paper has room for."""
+    return run_schedule(lower(build("1F1B", pp=24, num_microbatches=4)), send_s=0.25)
+
+
+@pytest.mark.parametrize("landscape", [False, True])
+def test_print_has_every_rank_whole_and_the_axis_on_every_sheet(opened, tall, landscape):
+    browser = opened(tall, view="#show=messages,collectives,memory,causes&theme=dark")
+    browser.press("w")
+    shown = "[page.view.theme, page.view.lo, page.painter.width, page.painter.height, page.rows.total]"
+    before = browser.run(shown)
+    data = base64.b64decode(browser.call("Page.printToPDF", landscape=landscape)["data"])
+    sheets = images_of(data)
+    assert len(sheets) == (4 if landscape else 2)
+    ranks = []
+    for height, (axis, *rows) in sheets:
+        assert axis.dots == (1600, 60) and rows
+        assert all(20 < each.top < each.bottom < height - 20 for each in (axis, *rows))
+        assert all(one.bottom <= two.top + 0.5 for one, two in pairwise((axis, *rows)))
+        ranks += rows
+    assert len(ranks) == 24 and all(width == 1600 and down > 80 for (width, down), *_ in ranks)
     browser.settle()
-    assert browser.run("page.painter.height < 800 && page.painter.width === 1280")
+    assert browser.run(shown) == before and browser.run("document.querySelectorAll('#paper img').length") == 0
+
+
+def test_print_says_which_ranks_it_leaves_out(opened, full):
+    browser = opened(full)
+    browser.run("page.rows[0].y = 0, page.rows.total = 1e6")
+    browser.run("(({ paper }) => { page.repaint = () => {}; paper.fill(); })(page)")
+    assert browser.run("document.getElementById('paper').textContent").startswith("1 further ranks, from rank 1 on")
 
 
 def test_letters_and_arrows_in_a_choice_of_schedules_are_the_choice_s_own(browser, tmp_path):
@@ -437,3 +529,50 @@ def test_times_have_the_digits_that_show_a_short_action(opened):
     browser.run(f"page.choose(0, {span})")
     begin, end = details(browser).partition("from ")[2].partition(" on rank")[0].split(" to ")
     assert begin != end
+
+
+def test_type_grows_on_wide_windows_and_names_of_ranks_keep_their_room(opened, step):
+    browser = opened(step.timeline)
+    font = "[page.painter.context.font, getComputedStyle(document.body).fontSize]"
+    assert browser.run(font)[0].startswith("11px") and browser.run(font)[1] == "13px"
+    browser.size(3840, 2160)
+    browser.settle()
+    size = browser.run("Number.parseFloat(page.painter.context.font)")
+    assert size == pytest.approx(11 * 18 / 13, abs=1e-3) and browser.run(font)[1] == "18px"
+    names = "['rank 2', 'peak 88.88 GiB'].map((name) => page.painter.context.measureText(name).width)"
+    left = browser.run("page.painter.x(page.view.lo)")
+    assert all(20 * 18 / 13 + width < left for width in browser.run(names))
+    browser.size(1280, 800)
+
+
+def test_on_a_dark_ground_an_optimizer_step_differs_from_the_ground_and_from_idle_time(opened, step):
+    browser = opened(step.timeline, view="#theme=dark")
+    shown = browser.run("page.paints.colors.css[page.paints.colors.kinds[page.header.kinds.indexOf('STEP')][0]]")
+    swatches = "[...page.legendOfKinds.querySelectorAll('i')].map((each) => each.style.background)"
+    color = "rgb({}, {}, {})".format(*(int(shown[at : at + 2], 16) for at in (1, 3, 5)))
+    assert color in browser.run(swatches)
+    for ground in ("#15191e", *(dark for _, dark in palette.CAUSES.values())):
+        assert palette.contrast(shown, ground) > 3
+    browser.press("t")
+    assert color not in browser.run(swatches)
+
+
+def test_what_is_said_of_an_action_of_two_timelines_is_seen_without_scrolling(opened, step):
+    browser = opened(step.timeline, replace(step.timeline, source="measured"))
+    x, y = middle_of(browser, "1B2", rank=2)
+    browser.click(x, y)
+    assert "predicted" in details(browser) or "measured" in details(browser)
+    assert browser.run(
+        "(({ scrollHeight, clientHeight }) => scrollHeight <= clientHeight)(document.getElementById('details'))"
+    )
+
+
+def test_every_colour_of_idle_time_is_in_the_legend_once_and_the_search_is_that_of_the_address(opened, step):
+    browser = opened(step.timeline, view="#show=causes&q=4F7")
+    swatches = browser.run("[...page.legendOfCauses.querySelectorAll('i')].map((each) => each.style.background)")
+    assert len(swatches) == len(set(swatches)) > 2
+    assert "idle: warm-up / end" in browser.run("page.legendOfCauses.textContent")
+    assert browser.run("document.getElementById('search').value") == "4F7"
+    browser.run("location.hash = '#q=SEND_F'")
+    browser.settle()
+    assert browser.run("document.getElementById('search').value") == "SEND_F"

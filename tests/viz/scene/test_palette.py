@@ -11,6 +11,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from shardproof.core.schedule.action import Kind
+from shardproof.viz.curves_picture import COLORS
 from shardproof.viz.layout_picture import FIRST_GROUP
 from shardproof.viz.scene import palette
 
@@ -32,10 +34,33 @@ def lab(color, seen):
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
+def nearest(colors, seen):
+    """The least distance between two of several colours."""
+    places = [lab(color, SEEN[seen]) for color in colors]
+    return min(np.linalg.norm(one - other) for one, other in combinations(places, 2))
+
+
 @pytest.mark.parametrize("seen", SEEN)
 def test_components_of_memory_are_apart(seen):
-    places = [lab(color, SEEN[seen]) for color in palette.COMPONENTS.values()]
-    assert min(np.linalg.norm(one - other) for one, other in combinations(places, 2)) > 15
+    assert nearest(palette.COMPONENTS.values(), seen) > 15
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_what_computes_is_apart(seen):
+    """Zero-bubble schedules have input gradients next to weight gradients all the time."""
+    assert nearest([palette.FILLS[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP)], seen) > 14
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_causes_of_idle_time_are_apart_on_paper_and_on_a_dark_ground(seen):
+    pairs = [pair for cause, pair in palette.CAUSES.items() if cause != "end"]  # which has the colour of warm-up
+    for ground in (0, 1):
+        assert nearest([pair[ground] for pair in pairs], seen) > 9
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_curves_of_runs_are_apart(seen):
+    assert nearest(COLORS, seen) > 20
 
 
 @pytest.mark.parametrize("seen", SEEN)
