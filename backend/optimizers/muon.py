@@ -12,9 +12,10 @@ from ...core.model.matrices import split_of
 from ...core.model.model import ModelSpec
 from ...core.model.parameters import parameters
 from ...core.plan.optimizer import Optimizer, Update
+from ...core.program.orthogonal import parameter_flops
 from ..transport.base import Group
 from .held import Held
-from .orthogonal import Squares, orthogonal_parts, product_flops
+from .orthogonal import Squares, orthogonal_parts
 from .updates import Row, Step
 from .whole import WholeMatrices
 
@@ -31,13 +32,13 @@ class Muon:
         """`parts` of every group of this rank, in an order that all ranks have."""
         self._choice = choice
         self._squares = squares
-        self._splits = {each.name: split_of(model, each) for each in parameters(model) if len(each.shape) > 1}
-        self._groups = [(WholeMatrices(group, held, self._cost, device), list(held)) for group, held in parts]
+        matrices = {each.name: each for each in parameters(model) if len(each.shape) > 1}
+        self._splits = {name: split_of(model, each) for name, each in matrices.items()}
 
-    def _cost(self, name: str, shape: tuple[int, int]) -> int:
-        split = self._splits[name]
-        runs = shape[0] // split.unit
-        return sum(product_flops(runs * (hi - lo), shape[1], self._choice.muon_steps) for lo, hi in split.parts)
+        def flops(name: str) -> int:
+            return parameter_flops(model, matrices[name], choice.muon_steps)
+
+        self._groups = [(WholeMatrices(group, held, flops, device), list(held)) for group, held in parts]
 
     def step(self, rows: Mapping[int, Row], updates: Mapping[int, Update], step: Step) -> None:
         """Updates weights in place. `rows` has by the identity of `Held.tensor` the weight, its gradient, which is used

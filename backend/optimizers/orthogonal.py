@@ -55,9 +55,3 @@ def scale_of(choice: Optimizer, rows: int, columns: int) -> float:
     if choice.muon_scale == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))
-
-
-def product_flops(rows: int, columns: int, steps: int) -> int:
-    """FLOPs of the products of `newton_schulz`: of each iteration two with the columns and one of the short side."""
-    short, long = sorted((rows, columns))
-    return steps * (4 * short * short * long + 2 * short**3)

@@ -1,8 +1,8 @@
 """`WholeMatrices`: matrices that ranks hold in parts, each brought to one rank whole, changed there and sent back.
 
-All ranks of a group know who holds what, exchanged once as JSON. Every matrix has an owner: the largest first, each to
-the rank that has the least to do so far. In a round every rank is the owner of one matrix at most, so that what is
-there besides the parts is one matrix a rank. Ranks with equal parts send one of them and get all.
+All ranks of a group know who holds what, exchanged once as JSON. Every matrix has an owner (`core.program.orthogonal`).
+In a round every rank is the owner of one matrix at most, so that what is there besides the parts is one matrix a rank.
+Ranks with equal parts send one of them and get all.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...core.program.orthogonal import Matrix, owned_matrices
 from ..transport.base import Group
 from ..transport.gather_values import gather_values
 from .held import Held
-
-Matrix = tuple[str, int]
-"""The name of a parameter, and the expert that the matrix is of; 0 of others."""
 
 Box = tuple[int, int, int, int]
 """First row and the one behind the last, first column and the one behind the last."""
@@ -73,16 +71,17 @@ class _Spread:
 class WholeMatrices:
     """What the members of a group hold of matrices. All members make the same calls together."""
 
-    def __init__(
-        self, group: Group, held: Sequence[Held], cost: Callable[[str, tuple[int, int]], int], device: torch.device
-    ):
-        """`held` are this rank's parts; `cost` says what changing a matrix of a parameter costs its owner. Raises
-        `ValueError` when parts overlap or leave some of a matrix out."""
+    def __init__(self, group: Group, held: Sequence[Held], cost: Callable[[str], int], device: torch.device):
+        """`held` are this rank's parts; `cost` says what changing a matrix of the parameter of a name costs its owner.
+        Raises `ValueError` when parts overlap or leave some of a matrix out."""
         self.group = group
         self._device = device
         everyone = gather_values(group, [_described(one) for one in held], device)
         self._spreads = _spreads(everyone)
-        self._owned = _owned(self._spreads, group.size, cost)
+        self._owned = owned_matrices({matrix: cost(matrix[0]) for matrix in self._spreads}, group.size)
+        for member, matrices in enumerate(self._owned):
+            for matrix in matrices:
+                self._spreads[matrix].send_to(member)
 
     @property
     def rounds(self) -> Iterator[tuple[Matrix | None, ...]]:
@@ -160,21 +159,6 @@ def _spreads(everyone: Sequence[Sequence[Described]]) -> dict[Matrix, _Spread]:
         if num_elements != math.prod(spread.shape):
             raise ValueError(f"a matrix of {name} has {math.prod(spread.shape)} elements, and parts {num_elements}.")
     return found
-
-
-def _owned(
-    spreads: dict[Matrix, _Spread], size: int, cost: Callable[[str, tuple[int, int]], int]
-) -> list[list[Matrix]]:
-    """By member the matrices that it owns, the largest first."""
-    costs = {matrix: cost(matrix[0], spread.shape) for matrix, spread in sorted(spreads.items())}
-    owned: list[list[Matrix]] = [[] for _ in range(size)]
-    loads = [0] * size
-    for matrix in sorted(costs, key=lambda each: (-costs[each], each)):
-        member = min(range(size), key=lambda each: (loads[each], each))
-        owned[member].append(matrix)
-        loads[member] += costs[matrix]
-        spreads[matrix].send_to(member)
-    return owned
 
 
 def _shapes(by_member: Sequence[Sequence[Place]]) -> list[tuple[int, ...]]:

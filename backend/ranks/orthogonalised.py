@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...core.plan.plan import Plan
+from ...core.program.orthogonal import AXIS
 from ..numerics import Numerics
 from ..optimizers.held import Held
 from ..optimizers.muon import Muon
@@ -24,7 +25,7 @@ def open_muon(transport: Transport, plan: Plan, mesh: Mesh, numerics: Numerics, 
     for stage in plan.placement.stages_of(mesh.coordinates["pp"]):
         own = [one for one in held if one.stage == stage and plan.optimizer.update_of(one.parameter).name == "muon"]
         ranks = _ranks_of(plan, stage)
-        parts.append((transport.group(f"matrices{stage}/{ranks[0]}", "matrices", ranks), own))
+        parts.append((transport.group(f"{AXIS}{stage}/{ranks[0]}", AXIS, ranks), own))
 
     def squares(tensor: Tensor) -> Tensor:
         return numerics.sum_of_squares([tensor]).value

@@ -37,12 +37,13 @@ def table_moments(plan: Plan) -> int:
 
 
 def matrices_of(plan: Plan, stage: int) -> Iterator[tuple[Parameter, int, tuple[tuple[int, int], ...]]]:
-    """The parameters of a stage that Muon makes orthogonal: how many times each, once or for every expert, and the
-    rows and columns of the matrices in one."""
+    """The parameters of a stage that Muon makes orthogonal, which are trained: how many times each, once or for every
+    expert, and the rows and columns of the matrices in one."""
     if plan.optimizer.name != "muon":
         return
     for parameter in stage_parameters(plan.model, plan.stages[stage]):
-        if plan.optimizer.update_of(parameter).name == "muon":
+        update = plan.optimizer.update_of(parameter)
+        if update.name == "muon" and not (update.group is not None and update.group.frozen):
             split, (rows, columns) = split_of(plan.model, parameter), parameter.shape[-2:]
             shapes = tuple((rows // split.unit * (hi - lo), columns) for lo, hi in split.parts)
             yield parameter, parameter.shape[0] if parameter.expert else 1, shapes

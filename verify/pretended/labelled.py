@@ -19,6 +19,7 @@ from ...core.plan.plan import AnyPlan, Plan
 from ...core.plan.schedule_of import schedule_for
 from ...core.program import Collective, Operation, Product
 from ...core.program.of_rank import differences, recorded_by_action, step_of_rank
+from ...core.program.orthogonal import AXIS, muon_calls, muon_set_up
 from ...core.schedule import lower
 from ...core.schedule.action import Action, Kind
 from ..ledger.ledger import RankLedger
@@ -180,13 +181,17 @@ def without_forwards(recorder: Recorder, evaluate: Callable[[], float]) -> float
 
 
 def _say_differences(plan: Plan, steps: int, global_rank: int, recorder: Recorder) -> None:
-    dp_rank = plan.layout.coordinates(global_rank)["dp"]
+    here = plan.layout.coordinates(global_rank)
+    dp_rank, own_stages = here["dp"], plan.placement.stages_of(here["pp"])
     whole: defaultdict[Action | None, Counter[Operation]] = defaultdict(Counter)
     for each in map(plan.of_step, range(steps)):
         for action, of in step_of_rank(
             each, lower(schedule_for(each, each.microbatches_of(dp_rank))), global_rank
         ).items():
             whole[action] += Counter(of)
+            if action is not None and action.kind is Kind.STEP:
+                whole[action] += Counter(call for stage in own_stages for call in muon_calls(each, stage))
+    whole[None] += Counter(call for stage in own_stages for call in muon_set_up(plan, stage))
     expected = {action: _foreseen(of) for action, of in whole.items()}
     recorded = {action: _foreseen(of) for action, of in recorded_by_action(recorder.events).items()}
     for action, (missing, more) in differences(expected, recorded).items():
@@ -197,14 +202,16 @@ def _say_differences(plan: Plan, steps: int, global_rank: int, recorder: Recorde
 
 
 def _foreseen(operations: Counter[Operation]) -> Counter[Operation]:
-    """What the program can tell without the tokens: of experts that calls are made, not how many tokens they move and
-    how many rows are multiplied."""
+    """What the program can tell without the tokens and the pieces of ranks: of experts and Muon's matrices that calls
+    are made, not how much they move, and of experts not how many rows are multiplied."""
     found: Counter[Operation] = Counter()
     for operation, count in operations.items():
         layer = operation.layer.rpartition(".mlp.")[2]
         if isinstance(operation, Product) and layer.startswith("experts"):
             continue
-        if isinstance(operation, Collective) and (layer in ("dispatch", "combine") or operation.axis in ("ep", "etp")):
+        if isinstance(operation, Collective) and (
+            layer in ("dispatch", "combine") or operation.axis in ("ep", "etp", AXIS)
+        ):
             operation = replace(operation, sent_bytes=0)
         found[operation] += count
     return found
