@@ -142,7 +142,7 @@ def test_a_random_layout_has_the_bits_of_one_device_or_is_refused_with_advice(
         assert not outcome.findings, f"{seeded.to_toml()}\n{outcome.line}"
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=problems().flatmap(plans))
 def test_no_random_layout_that_runs_is_refused_by_rules_or_symbols(plan: Plan | PlanError) -> None:
     problems = plan.problems if isinstance(plan, PlanError) else unsupported(plan)
