@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...core.program.buckets import Bucket
+from ..base.streams import used_here
 from ..numerics.contributions import Accumulator
 from ..numerics.copies import Copies
 from ..numerics.fast import FastNumerics
@@ -88,7 +89,9 @@ class PartSums:
         found = {}
         for each in self._buckets:
             with each.copies.whole.recorder.layer(each.bucket.layer):
-                total = self._numerics.replicated(self._sums.pop(each.bucket.name), each.copies)
+                own = self._sums.pop(each.bucket.name)
+                used_here([own])  # which backwards have made
+                total = self._numerics.replicated(own, each.copies)
                 found[each.bucket.name] = total[: self._lengths[each.bucket.name]].float()
         return found
 

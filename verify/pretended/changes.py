@@ -13,7 +13,7 @@ from torch import Tensor
 from ...backend.base import offload
 from ...backend.checkpoint import background, question
 from ...backend.data_parallel import early
-from ...backend.gradients import gradients, not_finite
+from ...backend.gradients import gradients, not_finite, part_sums
 from ...backend.model import router
 from ...backend.optimizers import offloaded_moments
 from ...backend.pipeline import executor, messages
@@ -134,6 +134,7 @@ CHANGES = (
     ),
     Change("gradients are not kept", gradients, "used_here", _nothing, "freed-in-use", "dp2-zero1"),
     Change("sums of gradients are not kept", training_rank, "used_here", _nothing, "freed-in-use", "dp2-zero1"),
+    Change("parts of sums are not kept", part_sums, "used_here", _nothing, "freed-in-use", "dp3-hybrid"),
     Change("counts of experts are not kept", router, "used_here", _nothing, "freed-in-use", "ep2"),
     Change(
         "buckets wait for Python alone", early.EarlyReduction, "_come", _nothing, "read-before-written", "dp2-zero1"
@@ -249,6 +250,10 @@ PLANS = {
     "tp2-pp2": TOP.format(model="", ranks=4, layout="tp = 2\npp = 2", data=""),
     "dp2-zero1": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 1", data=EARLY),
     "dp2-zero3": TOP.format(model="", ranks=2, layout="dp = 2\nzero = 3", data=""),
+    # sums go to a communicator of their own only with hybrid sharding, once the backwards of two microbatches have them
+    "dp3-hybrid": TOP.format(model="", ranks=3, layout="dp = 3\nzero = 2", data="shard = 1")
+    .replace("global = 3", "global = 6")
+    .replace('"exact"', '"fast"'),
     "ep2": TOP.format(
         model="num_experts = 4\nexperts_per_token = 2\nexpert_bias = true", ranks=2, layout="dp = 2\nep = 2", data=""
     ),

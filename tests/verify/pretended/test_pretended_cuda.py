@@ -207,7 +207,7 @@ def test_a_process_without_the_environment_has_no_cuda() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("plan", ["tp2-pp2", "dp2-zero1"])
+@pytest.mark.parametrize("plan", ["tp2-pp2", "dp2-zero1", "dp3-hybrid"])
 def test_a_step_has_the_bits_of_one_device_and_no_race(plan: str) -> None:
     found = examined(Plan.from_toml(PLANS[plan]))
     assert found.ok and found.races, found.text()
