@@ -8,8 +8,7 @@ metrics, timers, and every twentieth of the run a checkpoint that is written mea
 
 At a hundred places of the run the command, the server of ranks and every rank are asked for their resident bytes, the
 shared ones among them, what they map of memfds and /dev/shm, their open files and threads. The first fifth of the run
-is left out: caches fill in it, and batches are ramped up: rank 0 predicts the step of each size once, which leaves 3 MB
-in the simulator's caches. Printed are the first, the middle and the last value, and the slope a step by the median
+is left out: caches fill in it. Printed are the first, the middle and the last value, and the slope a step by the median
 of all pairs of values (Theil 1950, Sen 1968), which no single value moves. Exit code 1 where a process has more open
 files, threads or shared memory in the last tenth than in the first one that counts, where its slope over all steps is
 more resident bytes than `--growth-bytes`, where something of this program stays in /dev/shm, or where checkpoints or
@@ -49,7 +48,7 @@ def everything(folder: Path, steps: int) -> list[str]:
     settings = {
         "model.vocab_size": 258,
         "batch.global": 8,
-        "batch.rampup": [4, 2, steps // 2],  # over before the steps that count
+        "batch.rampup": [4, 2, 3 * steps],
         "optimizer.schedule": "wsd",
         "optimizer.warmup_steps": steps // 20,
         "optimizer.decay_steps": steps,
