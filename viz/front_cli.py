@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from ..core.base.errors import FileError, PlanError
 from ..core.base.files import read_text
+from ..core.base.parsing import parse_json
 from ..core.base.terminal import say
 from ..core.commands.options import option_values
 from .front import draw_front
@@ -55,15 +55,10 @@ def draw_saved_front(args: argparse.Namespace, output: str | None) -> int:
 
 def _read(name: str) -> Mapping[str, Any]:
     """The report in a file, with all that its picture shows."""
-    try:
-        report = json.loads(read_text(name))
-    except ValueError as error:
-        raise FileError(
-            f"{name} is no whole JSON document ({error}). Save the answer of `plan --json` again."
-        ) from error
+    report = parse_json(read_text(name), name)
     if not isinstance(report.get("picture"), dict):
         raise FileError(f"{name} does not say how plain its layouts are. Save the answer of `plan --json` again.")
-    picture, rows = report["picture"], report["candidates"]
+    picture, rows = report["picture"], report.get("candidates")
     counts = picture.get("mechanisms")
     is_sound = (
         isinstance(picture.get("title"), str)

@@ -495,8 +495,8 @@ MEMORY_VARIABLES = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 """glibc keeps freed memory instead of giving it back to the system, which would zero it anew page by page: a copy of 57
-MB takes 6.7 ms instead of 31. Where the system leaves it to programs, memory comes in pages of 2 MB (glibc 2.35 on):
-collectives of 16 MB take a fifth to a tenth less (2 cores of a virtual machine, 2026-11)."""
+MB takes 6.7 ms instead of 31. Where the system leaves it to programs, memory comes in pages of 2 MB (glibc 2.35 on): an
+all-gather of 16 MB takes a seventh less (2 cores of a virtual machine, 2026-11)."""
 
 
 def rank_environment(environment: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ lies next to the script, as data. What names no file that is known here (`$DATA`
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from ..base.errors import FileError
 from ..base.files import read_text
+from ..base.parsing import parse_json
 from ..plan.data_names import STDLIB, named_data, split_of
 from ..plan.plan import Plan
 from .megatron_reading import Reading
@@ -82,13 +82,15 @@ def _read_file_of_splits(reading: Reading) -> None:
     if (text := _text_of_file(reading, flag)) is None:
         return
     try:
-        lists = json.loads(text)
-        words = {name: [str(word) for word in lists.get(name) or ()] for name in ("train", "valid")}
-    except (ValueError, RecursionError, AttributeError, TypeError):
+        lists = parse_json(text, flag)
+    except FileError:
+        lists = None
+    words = {} if not isinstance(lists, dict) else {name: lists.get(name) or [] for name in ("train", "valid")}
+    if not words or not all(isinstance(each, list) for each in words.values()):
         reading.say(flag, "refused", 'it is no JSON object such as {"train": ["0.3", "a", "0.7", "b"]}', "train.data")
         return
     for name, key in (("train", "train.data"), ("valid", "train.validation_data")):
-        if (data := _blend(reading, flag, words[name])) is not None:
+        if (data := _blend(reading, flag, list(map(str, words[name])))) is not None:
             reading.put(key, data, flag)
 
 

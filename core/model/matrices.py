@@ -34,3 +34,9 @@ def split_of(model: ModelSpec, parameter: Parameter) -> Split:
     if model.gated and role.endswith((Role.UP.value, Role.EXPERTS_UP.value, Role.SHARED_UP.value)):
         return Split(2, ((0, 1), (1, 2)))
     return Split(parameter.shape[-2], ((0, parameter.shape[-2]),))
+
+
+def matrix_shapes(model: ModelSpec, parameter: Parameter) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of each of these matrices; of experts those of one."""
+    split, (rows, columns) = split_of(model, parameter), parameter.shape[-2:]
+    return tuple((rows // split.unit * (hi - lo), columns) for lo, hi in split.parts)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..layout.stage_parameters import stage_parameters
-from ..model.matrices import split_of
+from ..model.matrices import matrix_shapes
 from ..model.parameters import Parameter
 from ..plan.optimizer import STATES
 from ..plan.plan import Plan
@@ -44,6 +44,4 @@ def matrices_of(plan: Plan, stage: int) -> Iterator[tuple[Parameter, int, tuple[
     for parameter in stage_parameters(plan.model, plan.stages[stage]):
         update = plan.optimizer.update_of(parameter)
         if update.name == "muon" and not (update.group is not None and update.group.frozen):
-            split, (rows, columns) = split_of(plan.model, parameter), parameter.shape[-2:]
-            shapes = tuple((rows // split.unit * (hi - lo), columns) for lo, hi in split.parts)
-            yield parameter, parameter.shape[0] if parameter.expert else 1, shapes
+            yield parameter, parameter.shape[0] if parameter.expert else 1, matrix_shapes(plan.model, parameter)

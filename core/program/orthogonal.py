@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ..model.matrices import split_of
+from ..model.matrices import matrix_shapes
 from ..model.model import ModelSpec
 from ..model.parameters import Parameter
 from .optimizer_state import matrices_of
@@ -25,16 +25,11 @@ AXIS = "matrices"
 """What joins all ranks that hold a stage: tensor-parallel ranks, copies, and replicas."""
 
 
-def product_flops(rows: int, columns: int, steps: int) -> int:
-    """FLOPs of the products of the iterations on one matrix: of each two with the columns and one of the short side."""
-    short, long = sorted((rows, columns))
-    return steps * (4 * short * short * long + 2 * short**3)
-
-
 def parameter_flops(model: ModelSpec, parameter: Parameter, steps: int) -> int:
-    """Those of the matrices of a parameter, or of one of its experts."""
-    split, (rows, columns) = split_of(model, parameter), parameter.shape[-2:]
-    return sum(product_flops(rows // split.unit * (hi - lo), columns, steps) for lo, hi in split.parts)
+    """FLOPs of the products of the iterations on the matrices of a parameter, or of one of its experts: of each
+    iteration two with the columns and one of the short side."""
+    sides = [sorted(shape) for shape in matrix_shapes(model, parameter)]
+    return steps * sum(4 * short * short * long + 2 * short**3 for short, long in sides)
 
 
 def owned_matrices(flops: Mapping[Matrix, int], size: int) -> list[list[Matrix]]:

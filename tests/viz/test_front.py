@@ -105,7 +105,7 @@ def damaged(**picture):
         (damaged(), ["-o", "x.html"], "unknown picture suffix"),
         (damaged(mechanisms=[1]), ["-o", "x.svg"], "its layouts are not what `plan` writes"),
         (json.dumps({"candidates": FRONT}), ["-o", "x.svg"], "does not say how plain its layouts are"),
-        (damaged()[:400], ["-o", "x.svg"], "is no whole JSON document"),
+        (damaged()[:400], ["-o", "x.svg"], "this is not JSON"),
     ],
 )
 def test_an_answer_that_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch, text, options, said):

@@ -78,6 +78,8 @@ def test_every_argument_of_data_is_accounted_for(arguments, flag, status, key):
         ("--per-split-data-args-path", '{"train": ["0.3", "a", 0.7, "b"], "valid": ["c"], "test": null}',
          "0.3 a 0.7 b", None, "c", "mapped"),
         ("--per-split-data-args-path", '{"train": 3}', "python-stdlib", None, None, "refused"),
+        ("--per-split-data-args-path", '{"train": "a"}', "python-stdlib", None, None, "refused"),
+        ("--per-split-data-args-path", '["a"]', "python-stdlib", None, None, "refused"),
         ("--per-split-data-args-path", "0.3 a", "python-stdlib", None, None, "refused"),
     ],
 )  # fmt: skip
