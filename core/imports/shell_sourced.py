@@ -15,7 +15,8 @@ from ..base.errors import FileError
 from ..base.files import read_text
 from .shell_values import Argument
 
-_ITSELF = r"\"?\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?\"?"
+_NAMED = r"\"?\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?\"?"
+_ITSELF = rf"(?:{_NAMED}|\"?\$\(\s*(?:readlink\s+-f|realpath)\s+(?:--\s+)?{_NAMED}\s*\)\"?)"
 _FOLDER = re.compile(
     rf"\$\(\s*(?:dirname\s+(?:--\s+)?{_ITSELF}|cd\s+(?:--\s+)?\"?\$\(\s*dirname\s+(?:--\s+)?{_ITSELF}\s*\)\"?"
     r"(?:\s*(?:&>|>&|[12]?>)\s*(?:/dev/null|&1))*\s*&&\s*pwd(?:\s+-P)?)\s*\)"

@@ -42,6 +42,7 @@ def refused(found: Imported) -> list[tuple[int, str]]:
         'source $(dirname "$0")/conf/model.sh',
         'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"; source "$HERE/conf/model.sh"',
         'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"; source "$HERE/conf/model.sh"',
+        'source "$(dirname "$(readlink -f "$0")")/conf/model.sh"',
         'HERE=$(cd "$(dirname "$0")" >/dev/null 2>&1 && pwd -P); source "${HERE}/conf/model.sh"',
     ],
 )
