@@ -237,6 +237,11 @@ def test_readme_and_cookbook_show_what_an_80_column_terminal_shows(check_readme)
         assert shlex.split(block.command)[0] == "shardproof"
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/cookbook/megatron_script.md"])
+def test_cheap_commands_of_the_first_pages_print_what_they_say(check_readme, name, tmp_path):
+    assert check_readme.run_page(ROOT / name, tmp_path, everything=False) == []
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("page", COOKBOOK, ids=lambda page: page.stem)
 def test_pages_of_the_cookbook_print_and_make_what_they_say(check_readme, page, tmp_path):
