@@ -63,7 +63,7 @@ def share_leaves(peer: Peer, case: Case, call: int, n: int, multiple: int = 1) -
     leaves = [numbers((call, leaf, n), n, case.type) for leaf in range(num_leaves)]
     tree = Sum(num_leaves, case.world_size)
     shipped = tree.shipped(leaves, peer.memory.rank)
-    nodes = padded(shipped.view(-1, n), multiple)
+    nodes = padded(shipped.view(len(tree.nodes[peer.memory.rank]), n), multiple)  # also where a call has no tokens
     share(peer, nodes if case.leaves else nodes.to(case.type))
     constants = {
         "NODES": tuple(len(nodes) for nodes in tree.nodes),
