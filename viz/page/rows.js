@@ -43,7 +43,7 @@ class Colors {
     return this.css.length - 1;
   }
 
-  // White or ink, whichever contrasts more.
+  // White where its contrast is 3 at least (WCAG 2.2), else ink.
   textOn(color) {
     const linear = [this.red, this.green, this.blue].map((part) => {
       const value = part[color] / 255;

@@ -114,7 +114,7 @@ def mix(color: str, white: float) -> str:
 
 
 def text_on(color: str) -> str:
-    """White or ink, whichever contrasts more (relative luminance of WCAG 2.2)."""
+    """White where its contrast is 3 at least (WCAG 2.2), which is a relative luminance below 0.3, else ink."""
     return PAPER if _luminance(color) < 0.3 else INK
 
 
