@@ -7,21 +7,16 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from ...core.base.errors import DivergedError
-from ...core.model.parameters import TOKEN_TABLE, Parameter, expert_biases, parameters
+from ...core.model.parameters import expert_biases
 from ...core.plan.batch_sizes import sizes_of
 from ...core.plan.plan import Plan
-from ...core.plan.schedule_of import schedule_for
-from ...core.program import EXPERT_BIAS
 from ...core.program.buckets import sums_are_sharded
-from ...core.program.expert_tokens import expert_nodes
-from ...core.schedule import lower
 from ...core.schedule.timeline import Span
 from ..base.host_copies import HostCopies
 from ..base.loss_scale import LossScale
@@ -29,7 +24,6 @@ from ..base.microbatch import Microbatch
 from ..base.observe import Observer
 from ..base.shown_later import ShownLater
 from ..base.step_result import StepResult
-from ..base.streams import used_here
 from ..data_parallel.base import DataParallel
 from ..data_parallel.copies import open_copies
 from ..data_parallel.early import EarlyReduction
@@ -38,34 +32,30 @@ from ..data_parallel.late import LateGather
 from ..data_parallel.observed import observed
 from ..data_parallel.replicated import ReplicatedStage
 from ..data_parallel.sharded import ShardedStage
-from ..data_parallel.tied import tied_gradients
-from ..gradients import not_finite
-from ..gradients.gradients import ExpertCopies
 from ..gradients.parameter import Shard
 from ..huggingface.load import load_weights
 from ..model.block import BlockFactory
-from ..model.router import Router, reduce_counts
+from ..model.router import Router
 from ..model.transformer import Head, Stage
 from ..numerics import Numerics, make_numerics
-from ..optimizers.held import Held, clip_coefficient
-from ..optimizers.offloaded_moments import num_offloaded
+from ..optimizers.held import clip_coefficient
 from ..optimizers.sharded import ShardedOptimizer
 from ..pipeline.activations import ActivationMeter, MemoryMeter
-from ..pipeline.executor import Executor, Trace
+from ..pipeline.executor import Trace
 from ..pipeline.graphs import StepGraphs
-from ..pipeline.messages import Clock, MessageChannel
-from ..pipeline.overlap import PairRunner
-from ..pipeline.row_messages import row_order_of
+from ..pipeline.messages import Clock
 from ..pipeline.slots import places_of, slots_of
-from ..tensor_parallel.context import DTYPES
 from ..tensor_parallel.exchange import ExpertGroups
 from ..transport.base import Transport
 from ..transport.baton import Baton
-from ..transport.mesh import Direction, Mesh
+from ..transport.mesh import Mesh
 from ..transport.overlap import CommunicationLane
 from ..watch.halt import VALIDATION
-from .batches import Batches, whole_shape
+from .batches import Batches
+from .executors import Executors, own_schedule
+from .gradient_sums import GradientSums
 from .graphed import check_graphs
+from .held_parts import held_by, send_masters
 from .joined import Joined
 from .layer_graphs import LayerGraphs, StageParts
 from .live_memory import LiveMeter
@@ -100,13 +90,12 @@ class TrainingRank:
         later = ShownLater(observer) if graphed and observer is not None else None
         self.observer = observer = observer if later is None else later
         dp_rank = plan.layout.coordinates(transport.global_rank)["dp"]
-        schedule = lower(schedule_for(plan, plan.microbatches_of(dp_rank)))
+        schedule = own_schedule(plan, dp_rank)
         self.baton = baton = Baton() if plan.runtime.ep_comm_overlap else None
         self.mesh = Mesh(transport, plan.layout, schedule, experts=plan.model.is_moe, baton=baton)
         self.numerics = (
             make_numerics(plan, transport.device, global_rank=transport.global_rank) if numerics is None else numerics
         )
-        pp_rank, (first, last) = self.mesh.coordinates["pp"], plan.tokens_of(self.mesh.coordinates["tp"])
         self.copies = HostCopies(transport.device) if plan.offload.is_used else None
         self.stages = {
             stage: Stage(
@@ -122,7 +111,7 @@ class TrainingRank:
                 observer=observer,
                 copies=self.copies,
             )
-            for stage in schedule.placement.stages_of(pp_rank)
+            for stage in schedule.placement.stages_of(self.mesh.coordinates["pp"])
         }
         if plan.train.load is not None:
             load_weights(plan.model, plan.train.load, self.saved_shards)
@@ -137,9 +126,10 @@ class TrainingRank:
         self._observation = None if observer is None else Observation(observer, plan, self.stages, own_lane)
         self.data_parallel = {stage: self._data_parallel(stage) for stage in self.stages}
         if self.copies is not None and plan.offload.masters:
-            self._send_masters(self.copies, plan.offload.optimizer)
+            send_masters(self.data_parallel, self.copies, plan.offload.optimizer)
         transport.register_rooms()
-        held = self._held()
+        self.sums = GradientSums(plan, transport, self.mesh, self.stages, self.data_parallel, self.numerics)
+        held = held_by(plan, self.mesh, self.data_parallel)
         self.optimizer = ShardedOptimizer(
             held,
             plan.optimizer,
@@ -161,7 +151,7 @@ class TrainingRank:
             StepGraphs(
                 transport.device,
                 warmup_steps,
-                state=self._host_state,
+                state=self.sums.state,
                 recorder=transport.recorder,
                 observer=later,
             )
@@ -170,29 +160,19 @@ class TrainingRank:
         )
         self.layer_graphs = LayerGraphs(transport.device, warmup_steps, observer=later) if by_layer else None
         transport.before_end += [each.close for each in (self.graphs, self.layer_graphs) if each is not None]
-        shape = (plan.batch.micro_size, last - first, plan.model.hidden_size)
-        self._new_executor = functools.partial(
-            Executor,
-            pp_rank=pp_rank,
-            stages=self.stages,
-            channel=functools.partial(self._line, joined),
-            message_shape=functools.partial(whole_shape, plan.model.hidden_size)
-            if plan.runtime.trim_padding
-            else shape,
-            dtype=DTYPES[plan.precision.dtype],
-            global_rank=transport.global_rank,
-            recorder=transport.recorder,
-            watch=transport.watch,
-            global_rank_of=functools.partial(self._peer, joined),
-            weights=observed(self.data_parallel, self.stages, observer if own_parts else None),
-            pairs=PairRunner(transport.global_rank, baton, transport.device) if baton is not None else None,
-            row_order=row_order_of(plan.runtime),
+        self._executors = Executors(
+            transport,
+            plan,
+            schedule,
+            self.mesh,
+            self.stages,
+            observed(self.data_parallel, self.stages, observer if own_parts else None),
+            baton=baton,
             graphs=self.graphs,
+            joined=joined,
         )
-        self.executor = self._new_executor(schedule if joined is None else joined.schedule)
+        self.executor = self._executors.of(plan)
         self._graphed_size = plan.batch.global_size
-        # By global batch, of those that steps had.
-        self._executors = {plan.batch.global_size: self.executor}
         self._parts: dict[int, StageParts] = {}
         if self.layer_graphs is not None:
             self._capture_layers(self.layer_graphs)
@@ -200,25 +180,16 @@ class TrainingRank:
         self.skips_not_finite = False
         """Whether a step whose numbers are not finite is skipped in any format: a proof shows what came
         before, and names the first."""
-        # By stage looks for gradients of this step that are not finite on this rank, from before sums spread them.
-        self._not_finite: dict[int, tuple[not_finite.Found, not_finite.Found]] = {}
         # Reduces whole buckets during the last backward; None where that is done after every microbatch, or not at all.
         self._early = (
             EarlyReduction({stage: module.gradients for stage, module in self.stages.items()}, transport.device)
             if overlaps and not each
             else None
         )
-        # By stage the sums that `_early` or REDUCE_GRAD made, until STEP takes them.
-        self._reduced: dict[int, Mapping[str, Tensor]] = {}
         self.asks: Callable[[], Tensor] | None = None
         """Makes further numbers on the device, fp64 [n], in STEP: the host reads them with those of the step, and has
         them in `answers` afterwards."""
         self.answers: list[float] = []
-
-    def _host_state(self) -> Callable[[], None]:
-        """What brings back the host's side of a walk, as it is now: which sums STEP takes. For replays of it."""
-        reduced = dict(self._reduced)
-        return lambda: self._reduced.update(reduced)
 
     def _capture_layers(self, graphs: LayerGraphs) -> None:
         for stage, slots in slots_of(self.executor.row).items():
@@ -226,35 +197,13 @@ class TrainingRank:
             context.parts = self._parts[stage] = StageParts(graphs, context, slots)
         sharded = {stage: own for stage, own in self.data_parallel.items() if isinstance(own, ShardedStage)}
         if self.plan.layout.zero == 3:
-            others = [self._executor_of(self._run.of_size(size)) for size in sizes_of(self._run.batch)]
+            others = [self._executors.of(self._run.of_size(size)) for size in sizes_of(self._run.batch)]
             gather_in_place(sharded, places_of(*(row for each in others for row in (each.row, each.forward_row))))
             self.transport.watch.walks(self.executor.row)
-
-    def _executor_of(self, plan: Plan) -> Executor:
-        """What walks over the row of global batches of the size that `plan` has, made once."""
-        size = plan.batch.global_size
-        if size not in self._executors:
-            num_microbatches = plan.microbatches_of(self.mesh.coordinates["dp"])
-            joined = None if self._joined is None else self._joined.schedule
-            self._executors[size] = self._new_executor(joined or lower(schedule_for(plan, num_microbatches)))
-        return self._executors[size]
 
     def _walk(self, name: str, step: int | None = None, *, replayed: bool = True) -> AbstractContextManager[None]:
         """Around what a rank does with its row, but for STEP of it in training."""
         return nullcontext() if self.layer_graphs is None else self.layer_graphs.walk(name, step, replayed=replayed)
-
-    def _line(self, joined: Joined | None, direction: Direction, peer: int, sending: bool) -> MessageChannel:
-        """The line to a pipeline rank, or to another module."""
-        if joined is not None and not 0 <= peer < self.plan.layout.pp:
-            return joined.line(direction, sending=sending)
-        own = self.mesh.coordinates["pp"]
-        return self.mesh.channel(direction, *((own, peer) if sending else (peer, own)))
-
-    def _peer(self, joined: Joined | None, pp_rank: int) -> int:
-        """The global rank of the same place on another pipeline rank, or one of another module."""
-        if joined is not None and not 0 <= pp_rank < self.plan.layout.pp:
-            return joined.peer(pp_rank)
-        return self.plan.layout.global_rank(**{**self.mesh.coordinates, "pp": pp_rank})
 
     def step(self, step: int, *, meter: MemoryMeter | None = None) -> tuple[StepResult, list[Span]]:
         """One optimizer step on the global batch `step`, and the spans of this rank.
@@ -273,7 +222,7 @@ class TrainingRank:
         with measuring, self._walk("training", step, replayed=meter is None):
             trace = self.executor.train(
                 self.batches.training(step, scale),
-                reduce_gradients=self._reduce_gradients,
+                reduce_gradients=self.sums.reduce,
                 step=lambda token_losses: numbers.extend(self._optimizer_step(step, token_losses)),
                 clock=self.clock,
                 meter=meter,
@@ -323,12 +272,13 @@ class TrainingRank:
         num_microbatches = plan.microbatches_of(self.mesh.coordinates["dp"])
         self.batches.begin_batches_of(plan)
         self.totals.begin_batches_of(plan)
+        self.sums.begin_batches_of(plan)
         for stage, module in self.stages.items():
             module.begin_batches_of(plan)
             self.data_parallel[stage].begin_batches_of(num_microbatches)
         if self._joined is not None:
             self._joined.begin_batches_of(plan.batch.global_size)
-        self.executor = self._executor_of(plan)
+        self.executor = self._executors.of(plan)
         if self.layer_graphs is not None:
             for stage, slots in slots_of(self.executor.row).items():
                 self._parts[stage].begin_slots(slots)
@@ -433,44 +383,9 @@ class TrainingRank:
         parts = [part for one in self.optimizer.held for part in (one.tensor, one.rounded) if part is not None]
         return [each for each in whole + parts if self.copies is None or not self.copies.owns(each.untyped_storage())]
 
-    def _send_masters(self, copies: HostCopies, share: float) -> None:
-        """The fp32 weights of the first parameters, at least that share of the rank's, rest in host memory."""
-        left = num_offloaded([one.tensor.nbytes for one in self._held()], share)
-        for each in self.data_parallel.values():
-            each.send_masters(copies, min(left, len(each.pieces)))
-            left -= min(left, len(each.pieces))
-
     def _lasting_bytes(self) -> int:
         gathered = sum(own.gathered_bytes for own in self.data_parallel.values())
-        finished = sum(total.nbytes for of_stage in list(self._reduced.values()) for total in of_stage.values())
-        return gathered + finished + sum(stage.gradients.num_bytes for stage in self.stages.values())
-
-    def _held(self) -> list[Held]:
-        """What this rank holds, stage by stage, and which of it enters the norm: replicas over tp, second replicas of
-        stages, and the second tied table do not. With ZeRO it holds pieces, each of which is on no other copy, or
-        counts on the first that has it."""
-        here, placement = self.mesh.coordinates, self.plan.placement
-        return [
-            Held(
-                each.parameter,
-                each.slices,
-                each.tensor,
-                counts=self._counts(stage, each.parameter)
-                and (
-                    own.counts(each.parameter)
-                    if self.plan.layout.zero
-                    else placement.replica_of(stage, here["pp"]) == 0
-                ),
-                rounded=own.rounded(each),
-                stage=stage,
-            )
-            for stage, own in self.data_parallel.items()
-            for each in own.pieces
-        ]
-
-    def _counts(self, stage: int, parameter: Parameter) -> bool:
-        own_tp = self.mesh.etp.rank if parameter.expert else self.mesh.coordinates["tp"]
-        return (parameter.cut is not None or own_tp == 0) and not self._is_second_table(stage, parameter.name)
+        return gathered + self.sums.num_bytes + sum(stage.gradients.num_bytes for stage in self.stages.values())
 
     def _data_parallel(self, stage: int) -> DataParallel:
         module, copies = self.stages[stage], self.mesh.copies(stage)
@@ -491,35 +406,12 @@ class TrainingRank:
             self.plan, stage, *held, self._copies[stage], numerics=self.numerics, lane=self._backward_lane, late=late
         )
 
-    def _is_second_table(self, stage: int, name: str) -> bool:
-        return self.plan.model.shares_table and name == TOKEN_TABLE and not self.plan.stages[stage].embedding
-
-    def _reduce_gradients(self, stage: int) -> None:
-        """REDUCE_GRAD: sums over the global batch; runs on the executor's `dp` lane."""
-        samples_of = functools.partial(self.plan.copy_samples, stage)
-        parts = self.mesh.tp_cp_gradients if self.numerics.mode == "exact" else self.mesh.tp_gradients
-        gradients, experts = self.stages[stage].gradients, self._expert_copies(stage)
-        self._reduced[stage] = self.data_parallel[stage].reduce(samples_of, parts, experts)
-        self._not_finite[stage] = gradients.take_not_finite(), self.data_parallel[stage].not_finite()
-        # finished sums are rounded once, whatever they were added up in
-        if self.plan.precision.gradient_dtype == "bf16":
-            self._reduced[stage] = {key: total.bfloat16().float() for key, total in self._reduced[stage].items()}
-        own_tokens = [self.mesh.tp_gradients] if self.mesh.tp_gradients and self.plan.layout.sequence_parallel else []
-        with self.transport.recorder.layer(EXPERT_BIAS):
-            reduce_counts(self.stages[stage].routers, [*own_tokens, self.mesh.copies(stage)])
-
-    def _expert_copies(self, stage: int) -> ExpertCopies | None:
-        if not self.plan.model.is_moe:
-            return None
-        group = self.mesh.expert_copies(stage)
-        return ExpertCopies(group, tuple(expert_nodes(self.plan, stage, rank) for rank in group.ranks))
-
     def _optimizer_step(self, step: int, token_losses: Mapping[int, Tensor]) -> tuple[float, float, float, float]:
         """STEP: the loss and the gradient norm of the global batch, what routers add to the loss, and the update. The
         host reads these numbers once the update is given to the device: that is the device's to leave out."""
         num_counted = self.batches.num_counted
         divisor = num_counted * self.loss_scale.value
-        gradients, share = self._finished_gradients(), 1 / divisor
+        gradients, share = self.sums.finished(), 1 / divisor
         # fast numerics divide where they clip; by a power of two that rounds nothing, so exact ones do too
         if self.numerics.mode == "exact" and math.frexp(divisor)[0] != 0.5:
             gradients, share = [gradient.div_(divisor) for gradient in gradients], 1.0
@@ -546,7 +438,7 @@ class TrainingRank:
         if observed is not None:
             observed.refreshed(self.optimizer, numbers, updated=updated)
         loss_value, norm_value, aux_loss, mtp_loss = self._read(step, totals, gradients)
-        self._not_finite.clear()
+        self.sums.end_step()
         self.loss_scale = self.loss_scale.after(overflow=not math.isfinite(norm_value))
         return loss_value, norm_value, aux_loss, mtp_loss
 
@@ -567,31 +459,13 @@ class TrainingRank:
 
     def _diverged(self, step: int, loss: float, norm: float, gradients: Sequence[Tensor]) -> str:
         """What is said when a loss or a gradient is not finite, the same on all ranks, which come here together."""
-        looks = [look for _, of_stage in sorted(self._not_finite.items(), reverse=True) for look in of_stage]
-        found = next((found for found in (look() for look in looks) if found is not None), None)
-        own = None if found is None else replace(found, name=found.name.partition("@")[0])
-        names = [parameter.name for parameter in parameters(self.plan.model)]
-        sums = ((one.name, gradient) for one, gradient in zip(self.optimizer.held, gradients, strict=True))
-        named = not_finite.first(own, sums, names, self.mesh, self.transport.device) if math.isfinite(loss) else ""
+        named = self.sums.first_not_finite(self.optimizer.held, gradients) if math.isfinite(loss) else ""
         scale = f" with losses scaled by {self.loss_scale.value:g}" if self.loss_scale.value != 1.0 else ""
         return (
             f"step {step}: the loss is {loss} and the gradient norm {norm}{scale}, which are no finite numbers. "
             f"{named}{' ' * bool(named)}"
             f"Lower train.learning_rate={self.plan.train.learning_rate} or set optimizer.clip_grad_norm."
         )
-
-    def _finished_gradients(self) -> list[Tensor]:
-        """Gradients summed over the global batch, in the order of the optimizer's `held`. A tied table's
-        two sums are added here."""
-        used_here(total for of_stage in self._reduced.values() for total in of_stage.values())
-        tables = tied_gradients(self.plan, self.mesh, self._reduced, self.transport.recorder)
-        gradients = [
-            each
-            for stage, own in self.data_parallel.items()
-            for each in own.finished(self._reduced[stage], tables.get(stage))
-        ]
-        self._reduced.clear()
-        return gradients
 
     @property
     def _routers(self) -> list[Router]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...backend.gradients.gradients import Gradients
 from ...backend.numerics.exact import ExactNumerics
 from ...backend.numerics.exact_gradients import ExactAccumulator
-from ...backend.ranks.training_rank import TrainingRank
+from ...backend.ranks.gradient_sums import GradientSums
 from ...core.base.reduction import cut
 from ...core.plan.plan import Plan
 from ...core.plan.sections import DataParallel
@@ -184,7 +184,7 @@ def never_clears(patches: Patches) -> None:
     def finished(original: Function) -> Function:
         before: dict[int, list[Tensor]] = {}
 
-        def found(self: TrainingRank) -> list[Tensor]:
+        def found(self: GradientSums) -> list[Tensor]:
             gradients = original(self)
             if (old := before.get(id(self))) is not None:
                 gradients = [new + owned for new, owned in zip(gradients, old, strict=True)]
@@ -193,7 +193,7 @@ def never_clears(patches: Patches) -> None:
 
         return found
 
-    patches.replace(TrainingRank, "_finished_gradients", finished)
+    patches.replace(GradientSums, "finished", finished)
 
 
 def _of_the_head(*kinds: str, ranks: tuple[int, ...] | None = (0, 1, 2), step: int = 1) -> Expected:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from torch import Tensor
 from ...backend.data_parallel.buckets import FlatBucket
 from ...backend.model.attention_core import AttentionCore
 from ...backend.model.mlp import MLP
-from ...backend.ranks import training_rank
+from ...backend.ranks import gradient_sums
 from ...backend.ranks.batches import Batches
+from ...backend.ranks.gradient_sums import GradientSums
 from ...backend.ranks.totals import Totals
-from ...backend.ranks.training_rank import TrainingRank
 from ...backend.tensor_parallel import Norm
+from ...core.model.parameters import Parameter, parameters
 from ...core.plan.plan import Plan
 from ...core.plan.runtime import Recompute
 from ...core.plan.sections import ScheduleChoice
@@ -28,9 +29,6 @@ from .mutants_loss import IGNORED
 from .mutants_scale import zero_buckets_plan
 from .patches import Function, Patches, on_ranks, rank_here
 from .plans import EXPERTS, tiny
-
-if TYPE_CHECKING:
-    from ...core.model.parameters import Parameter
 
 OURS = "none: of the kinds of the catalog"
 
@@ -71,7 +69,7 @@ def flips_a_bit(name: str, bit: int, global_rank: int, patches: Patches) -> None
 
 def counts_alone(patches: Patches) -> None:
     """Ranks do not add up how many tokens went to each expert: every one balances by its own."""
-    patches.replace(training_rank, "reduce_counts", lambda original: lambda routers, groups: original(routers, []))
+    patches.replace(gradient_sums, "reduce_counts", lambda original: lambda routers, groups: original(routers, []))
 
 
 def divides_by_own_tokens(patches: Patches) -> None:
@@ -127,16 +125,16 @@ def averages_gradients(is_averaged: Callable[[Any], bool], axis: str, patches: P
     """Sums of gradients are divided by the ranks of an axis, although losses are divided by all tokens."""
 
     def reduce(original: Function) -> Function:
-        def reduced(self: TrainingRank, stage: int) -> None:
+        def reduced(self: GradientSums, stage: int) -> None:
             original(self, stage)
-            known = {shard.parameter.name: shard.parameter for shard in self.shards}
-            for key, total in self._reduced[stage].items():
+            known = {parameter.name: parameter for parameter in parameters(self.plan.model)}
+            for key, total in self.reduced[stage].items():
                 if is_averaged(known[key.partition("@")[0]]):
                     total.div_(self.plan.layout.sizes[axis])
 
         return reduced
 
-    patches.replace(TrainingRank, "_reduce_gradients", reduce)
+    patches.replace(GradientSums, "reduce", reduce)
 
 
 def is_held_by_all(parameter: Parameter) -> bool:

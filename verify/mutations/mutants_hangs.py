@@ -12,7 +12,7 @@ from torch import Tensor
 from ...backend.optimizers.held import Held
 from ...backend.pipeline.executor import Executor
 from ...backend.pipeline.messages import Lane
-from ...backend.ranks import training_rank
+from ...backend.ranks import gradient_sums
 from ...backend.ranks.totals import Totals
 from ...backend.ranks.training_rank import TrainingRank
 from ...core.plan.sections import DataParallel
@@ -119,7 +119,7 @@ def reduces_over_the_default_group(patches: Patches) -> None:
         return lambda routers, groups: reduce_counts(routers, [worlds[rank_here()]])
 
     patches.replace(TrainingRank, "__init__", make_init)
-    patches.replace(training_rank, "reduce_counts", make_counts)
+    patches.replace(gradient_sums, "reduce_counts", make_counts)
 
 
 MUTANTS = (

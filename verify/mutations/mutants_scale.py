@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...backend.gradients.gradients import Gradients
 from ...backend.numerics.exact import ExactNumerics
-from ...backend.ranks.training_rank import TrainingRank
+from ...backend.ranks.gradient_sums import GradientSums
 from ...core.plan.plan import Plan
 from ...core.plan.sections import DataParallel
 from ..ledger.ledger import GRADIENT
@@ -98,7 +98,7 @@ def unscales_without_scaling(patches: Patches) -> None:
     def finished(original: Function) -> Function:
         return lambda self: [gradient / LOSS_SCALE for gradient in original(self)]
 
-    patches.replace(TrainingRank, "_finished_gradients", finished)
+    patches.replace(GradientSums, "finished", finished)
 
 
 def scales_the_whole_buffer(patches: Patches) -> None:

@@ -17,7 +17,7 @@ from ...backend.gradients import gradients, not_finite, part_sums
 from ...backend.model import router
 from ...backend.optimizers import offloaded_moments
 from ...backend.pipeline import executor, messages
-from ...backend.ranks import training_rank
+from ...backend.ranks import gradient_sums, training_rank
 from ...backend.tensor_parallel import data
 from ...backend.transport import overlap, process_group
 
@@ -133,7 +133,7 @@ CHANGES = (
         "tp2-pp2",
     ),
     Change("gradients are not kept", gradients, "used_here", _nothing, "freed-in-use", "dp2-zero1"),
-    Change("sums of gradients are not kept", training_rank, "used_here", _nothing, "freed-in-use", "dp2-zero1"),
+    Change("sums of gradients are not kept", gradient_sums, "used_here", _nothing, "freed-in-use", "dp2-zero1"),
     Change("parts of sums are not kept", part_sums, "used_here", _nothing, "freed-in-use", "dp3-hybrid"),
     Change("counts of experts are not kept", router, "used_here", _nothing, "freed-in-use", "ep2"),
     Change(

@@ -12,7 +12,7 @@ import torch
 
 from ...backend.base.recorder import Recorder
 from ...backend.pipeline import executor
-from ...backend.ranks import training_rank
+from ...backend.ranks import gradient_sums, training_rank
 from ...backend.transport import mesh
 from ...backend.transport.process_group import ProcessGroup, ProcessGroupChannel
 
@@ -138,7 +138,7 @@ def _circle(global_rank: int) -> None:
 
         return asks_too
 
-    _replace(training_rank, "tied_gradients", change)
+    _replace(gradient_sums, "tied_gradients", change)
 
 
 def _wider(global_rank: int) -> None:

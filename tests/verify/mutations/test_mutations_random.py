@@ -19,6 +19,7 @@ from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.gradients.gradients import Gradients
 from shardproof.backend.numerics.open_sums import OpenSums
 from shardproof.backend.optimizers.sharded import ShardedOptimizer
+from shardproof.backend.ranks.gradient_sums import GradientSums
 from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.base import Channel
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -87,18 +88,19 @@ class Fault:
 
 def scales_a_gradient(fault: Fault, patches: Patches) -> None:
     def make(finished: Callable[..., Any]) -> Callable[..., Any]:
-        def scaled(rank: TrainingRank) -> Any:
-            gradients = finished(rank)
+        def scaled(sums: GradientSums) -> Any:
+            gradients = finished(sums)
             if fault.strikes():
                 places = [place for place, gradient in enumerate(gradients) if gradient.any()]
                 place = places[fault.place % len(places)]
-                fault.changed = rank.optimizer.held[place].name
+                held = [each.parameter for own in sums.data_parallel.values() for each in own.pieces]
+                fault.changed = held[place].name
                 gradients[place] = gradients[place] * fault.factor
             return gradients
 
         return scaled
 
-    patches.replace(TrainingRank, "_finished_gradients", make)
+    patches.replace(GradientSums, "finished", make)
 
 
 def drops_a_message(fault: Fault, patches: Patches) -> None:
