@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ...core.model.parameters import parameters
+from ...core.model.parameters import Parameter, parameters
 from ...core.plan.plan import Plan
 from ...core.program import EXPERT_BIAS
 from ...core.program.expert_tokens import expert_nodes
@@ -20,7 +20,6 @@ from ..gradients.gradients import ExpertCopies
 from ..model.router import reduce_counts
 from ..model.transformer import Stage
 from ..numerics import Numerics
-from ..optimizers.held import Held
 from ..transport.base import Transport
 from ..transport.mesh import Mesh
 
@@ -93,13 +92,18 @@ class GradientSums:
         self.reduced.clear()
         return gradients
 
-    def first_not_finite(self, held: Sequence[Held], gradients: Sequence[Tensor]) -> str:
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Of what `finished` returns."""
+        return [each.parameter for own in self.data_parallel.values() for each in own.pieces]
+
+    def first_not_finite(self, gradients: Sequence[Tensor]) -> str:
         """Which gradient of this step is the first that is not finite, in words. All ranks come together."""
         looks = [look for _, of_stage in sorted(self._not_finite.items(), reverse=True) for look in of_stage]
         found = next((found for found in (look() for look in looks) if found is not None), None)
         own = None if found is None else replace(found, name=found.name.partition("@")[0])
         names = [parameter.name for parameter in parameters(self.plan.model)]
-        sums = ((one.name, gradient) for one, gradient in zip(held, gradients, strict=True))
+        sums = zip((each.name for each in self.parameters), gradients, strict=True)
         return not_finite.first(own, sums, names, self._mesh, self._transport.device)
 
     def end_step(self) -> None:

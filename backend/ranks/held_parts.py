@@ -35,8 +35,11 @@ def held_by(plan: Plan, mesh: Mesh, data_parallel: Mapping[int, DataParallel]) -
 
 def _counts(plan: Plan, mesh: Mesh, stage: int, parameter: Parameter) -> bool:
     own_tp = mesh.etp.rank if parameter.expert else mesh.coordinates["tp"]
-    is_second_table = plan.model.shares_table and parameter.name == TOKEN_TABLE and not plan.stages[stage].embedding
-    return (parameter.cut is not None or own_tp == 0) and not is_second_table
+    return (parameter.cut is not None or own_tp == 0) and not _is_second_table(plan, stage, parameter.name)
+
+
+def _is_second_table(plan: Plan, stage: int, name: str) -> bool:
+    return plan.model.shares_table and name == TOKEN_TABLE and not plan.stages[stage].embedding
 
 
 def send_masters(data_parallel: Mapping[int, DataParallel], copies: HostCopies, share: float) -> None:

@@ -459,7 +459,7 @@ class TrainingRank:
 
     def _diverged(self, step: int, loss: float, norm: float, gradients: Sequence[Tensor]) -> str:
         """What is said when a loss or a gradient is not finite, the same on all ranks, which come here together."""
-        named = self.sums.first_not_finite(self.optimizer.held, gradients) if math.isfinite(loss) else ""
+        named = self.sums.first_not_finite(gradients) if math.isfinite(loss) else ""
         scale = f" with losses scaled by {self.loss_scale.value:g}" if self.loss_scale.value != 1.0 else ""
         return (
             f"step {step}: the loss is {loss} and the gradient norm {norm}{scale}, which are no finite numbers. "

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...backend.data_parallel.buckets import FlatBucket
 from ...backend.numerics.context_gradients import ContextGradients
 from ...backend.numerics.open_sums import OpenSums
-from ...backend.ranks import training_rank
+from ...backend.ranks import gradient_sums
 from ...core.model.parameters import TOKEN_TABLE
 from ...core.plan.plan import Plan
 from ..ledger.ledger import GRADIENT, WEIGHT
@@ -92,7 +92,7 @@ def leaves_tables_apart(patches: Patches) -> None:
 
         return own
 
-    patches.replace(training_rank, "tied_gradients", tied)
+    patches.replace(gradient_sums, "tied_gradients", tied)
 
 
 def adds_other_parts_of_tables(patches: Patches) -> None:
@@ -109,7 +109,7 @@ def adds_other_parts_of_tables(patches: Patches) -> None:
 
         return crossed
 
-    patches.replace(training_rank, "tied_gradients", tied)
+    patches.replace(gradient_sums, "tied_gradients", tied)
 
 
 MUTANTS = (

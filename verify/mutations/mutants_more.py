@@ -14,6 +14,7 @@ from ...backend.data_parallel.buckets import FlatBucket
 from ...backend.numerics.exact import ExactNumerics
 from ...backend.numerics.exact_gradients import ExactAccumulator
 from ...backend.optimizers.sharded import ShardedOptimizer
+from ...backend.ranks import held_parts
 from ...backend.ranks.batches import Batches
 from ...backend.ranks.totals import Totals
 from ...backend.ranks.training_rank import TrainingRank
@@ -131,9 +132,9 @@ def counts_tables_twice(patches: Patches) -> None:
     """Both ends of a tied table count in the norm."""
 
     def second(original: Function) -> Function:
-        return lambda self, stage, name: False
+        return lambda plan, stage, name: False
 
-    patches.replace(TrainingRank, "_is_second_table", second)
+    patches.replace(held_parts, "_is_second_table", second)
 
 
 def clips_twice(patches: Patches) -> None:

@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 from ...backend.optimizers import held
-from ...backend.ranks import training_rank
+from ...backend.ranks import held_parts, training_rank
 from ...backend.ranks.totals import Totals
-from ...backend.ranks.training_rank import TrainingRank
+from ...backend.transport.mesh import Mesh
 from ...core.model.parameters import Parameter
+from ...core.plan.plan import Plan
 from ..ledger.ledger import OPTIMIZER, SCALAR
 from .mutant import Expected, Mutant
 from .patches import Function, Patches
@@ -31,13 +32,13 @@ def leaves_out(patches: Patches, *, left_out: Callable[[Parameter], bool]) -> No
     first have does not count."""
 
     def counts(original: Function) -> Function:
-        def counted(self: TrainingRank, stage: int, parameter: Parameter) -> bool:
-            own = self.mesh.etp.rank if parameter.expert else self.mesh.coordinates["tp"]
-            return original(self, stage, parameter) and not (own > 0 and left_out(parameter))
+        def counted(plan: Plan, mesh: Mesh, stage: int, parameter: Parameter) -> bool:
+            own = mesh.etp.rank if parameter.expert else mesh.coordinates["tp"]
+            return original(plan, mesh, stage, parameter) and not (own > 0 and left_out(parameter))
 
         return counted
 
-    patches.replace(TrainingRank, "_counts", counts)
+    patches.replace(held_parts, "_counts", counts)
 
 
 def everything(parameter: Parameter) -> bool:
@@ -59,9 +60,9 @@ def counts_copies(patches: Patches) -> None:
     """What every tensor-parallel rank has whole counts on each of them."""
 
     def counts(original: Function) -> Function:
-        return lambda self, stage, parameter: parameter.cut is None or original(self, stage, parameter)
+        return lambda plan, mesh, stage, parameter: parameter.cut is None or original(plan, mesh, stage, parameter)
 
-    patches.replace(TrainingRank, "_counts", counts)
+    patches.replace(held_parts, "_counts", counts)
 
 
 def keeps_the_norm(patches: Patches) -> None:

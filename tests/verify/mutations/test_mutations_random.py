@@ -93,8 +93,7 @@ def scales_a_gradient(fault: Fault, patches: Patches) -> None:
             if fault.strikes():
                 places = [place for place, gradient in enumerate(gradients) if gradient.any()]
                 place = places[fault.place % len(places)]
-                held = [each.parameter for own in sums.data_parallel.values() for each in own.pieces]
-                fault.changed = held[place].name
+                fault.changed = sums.parameters[place].name
                 gradients[place] = gradients[place] * fault.factor
             return gradients
 

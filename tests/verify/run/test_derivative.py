@@ -16,7 +16,7 @@ from helpers.gates import sampled
 from shardproof.backend.model import experts
 from shardproof.backend.model.block import TransformerBlock
 from shardproof.backend.numerics.dropout import dropout_mask, uniform
-from shardproof.backend.ranks.training_rank import TrainingRank
+from shardproof.backend.ranks.gradient_sums import GradientSums
 from shardproof.backend.tensor_parallel import dropout
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.layout.layout import Layout
@@ -139,17 +139,17 @@ def scales(patches: Patches, *, name: str, factor: float, part: str | None = Non
     """Gradients of the parameters whose names end so, or of a part of them, are multiplied once more."""
 
     def finished(original: Function) -> Function:
-        def scaled(rank: TrainingRank) -> list[torch.Tensor]:
-            gradients = original(rank)
-            for held, gradient in zip(rank.optimizer.held, gradients, strict=True):
-                if held.name.endswith(name):
-                    parts = dict(parts_of(rank.plan, held.name, tuple(gradient.shape)))
+        def scaled(sums: GradientSums) -> list[torch.Tensor]:
+            gradients = original(sums)
+            for parameter, gradient in zip(sums.parameters, gradients, strict=True):
+                if parameter.name.endswith(name):
+                    parts = dict(parts_of(sums.plan, parameter.name, tuple(gradient.shape)))
                     gradient[... if part is None else parts[part]] *= factor
             return gradients
 
         return scaled
 
-    patches.replace(TrainingRank, "_finished_gradients", finished)
+    patches.replace(GradientSums, "finished", finished)
 
 
 def forgets_the_weights_of_experts(patches: Patches) -> None:
@@ -292,16 +292,16 @@ def test_experts_without_tokens_are_reported_and_have_no_gradient() -> None:
     left = experts_left[0]
 
     def adds(original: Function) -> Function:
-        def finished(rank: TrainingRank) -> list[torch.Tensor]:
-            gradients = original(rank)
-            for held, gradient in zip(rank.optimizer.held, gradients, strict=True):
-                if held.name == name:
+        def finished(sums: GradientSums) -> list[torch.Tensor]:
+            gradients = original(sums)
+            for parameter, gradient in zip(sums.parameters, gradients, strict=True):
+                if parameter.name == name:
                     gradient[left] += 1e-3
             return gradients
 
         return finished
 
-    found = checked(plan, lambda patches: patches.replace(TrainingRank, "_finished_gradients", adds)).findings
+    found = checked(plan, lambda patches: patches.replace(GradientSums, "finished", adds)).findings
     assert [each.where for each in found] == [f"step 1, one device, gradient {name} of expert {left}"]
     assert "the loss changes by 0" in found[0].what
 

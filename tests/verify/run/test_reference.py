@@ -20,8 +20,8 @@ from shardproof.backend.model import router, transformer
 from shardproof.backend.optimizers import updates
 from shardproof.backend.optimizers.sharded import ShardedOptimizer
 from shardproof.backend.ranks import training_rank
+from shardproof.backend.ranks.gradient_sums import GradientSums
 from shardproof.backend.ranks.totals import Totals
-from shardproof.backend.ranks.training_rank import TrainingRank
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
 from shardproof.core.plan.optimizer import Optimizer, Update
 from shardproof.core.plan.plan import Plan
@@ -146,23 +146,23 @@ def counts_losses_twice(patches: Patches) -> None:
     patches.replace(transformer.Head, "losses", twice)
 
 
-def _finishes(change: Callable[[TrainingRank, list[torch.Tensor]], list[torch.Tensor]], patches: Patches) -> None:
-    patches.replace(TrainingRank, "_finished_gradients", lambda original: lambda self: change(self, original(self)))
+def _finishes(change: Callable[[GradientSums, list[torch.Tensor]], list[torch.Tensor]], patches: Patches) -> None:
+    patches.replace(GradientSums, "finished", lambda original: lambda self: change(self, original(self)))
 
 
-def _undivided(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [gradient * rank.batches.num_counted for gradient in gradients]
+def _undivided(sums: GradientSums, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [gradient * (sums.plan.batch.global_size * sums.plan.batch.sequence) for gradient in gradients]
 
 
-def _retained(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    rank.retained = [own + old for own, old in zip(gradients, getattr(rank, "retained", gradients), strict=True)]  # type: ignore[attr-defined]
-    return [each.clone() for each in rank.retained]  # type: ignore[attr-defined]
+def _retained(sums: GradientSums, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    sums.retained = [own + old for own, old in zip(gradients, getattr(sums, "retained", gradients), strict=True)]  # type: ignore[attr-defined]
+    return [each.clone() for each in sums.retained]  # type: ignore[attr-defined]
 
 
-def _without_qkv(rank: TrainingRank, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def _without_qkv(sums: GradientSums, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     return [
-        gradient * (not one.name.endswith("qkv.weight"))
-        for one, gradient in zip(rank.optimizer.held, gradients, strict=True)
+        gradient * (not parameter.name.endswith("qkv.weight"))
+        for parameter, gradient in zip(sums.parameters, gradients, strict=True)
     ]
 
 
