@@ -38,6 +38,11 @@ class Page {
       this.view.set(shares[0] * this.view.end, shares[1] * this.view.end);
     }
     header.mostBytes = undefined;
+    const sources = header.timelines.map((entry) => entry.source), isOne = new Set(sources).size < sources.length;
+    for (const entry of header.timelines) {
+      entry.letter = isOne ? "AB"[entry.number] : "";
+      entry.label = isOne ? `${entry.source} ${entry.letter}` : entry.source;
+    }
     this.painter.known = null;
     this.tracks = header.timelines.map((entry) =>
       entry.ranks.map((_, rank) =>
@@ -54,14 +59,15 @@ class Page {
 
   // Titles, the legend and the switches.
   describe() {
-    const { header } = this, titles = [...new Set(header.timelines.map((entry) => entry.title).filter(Boolean))];
+    const { header } = this, titleOf = ({ letter, title, source }) => (letter ? `${letter}: ${title || source}` : title);
+    const titles = [...new Set(header.timelines.map(titleOf).filter(Boolean))];
     element("title").textContent = titles.join(" / ") || "A training step";
     const sentences = header.timelines.map((entry) => {
       const worst = entry.bubbles.reduce((at, bubble, i) => (bubble > entry.bubbles[at] + 1e-9 ? i : at), 0);
       const bubble = entry.ranks.length ? `, bubble ${(100 * entry.bubbles[worst]).toFixed(1)}% on rank ${entry.ranks[worst]}` : "";
-      const [{ makespan_s: first, source }] = header.timelines, times = entry.makespan_s / first;
-      const against = entry.number > 0 && first > 0 ? `, ${Number(times.toPrecision(3))} x ${source}` : "";
-      return `${entry.source}: ${formatTime(header, entry.makespan_s)}${bubble}${against}`;
+      const [{ makespan_s: first, label }] = header.timelines, times = entry.makespan_s / first;
+      const against = entry.number > 0 && first > 0 ? `, ${Number(times.toPrecision(3))} x ${label}` : "";
+      return `${entry.label}: ${formatTime(header, entry.makespan_s)}${bubble}${against}`;
     });
     if (header.note) sentences.push(header.note);
     this.sentences = sentences;
@@ -73,8 +79,9 @@ class Page {
     this.used = Object.keys(header.names).filter((kind) => used.has(kind));
     this.legendOfKinds = document.createElement("span");
     this.legendOfCauses = document.createElement("span");
+    this.legendOfDifferences = document.createElement("span");
     this.legendOfParts = document.createElement("span");
-    legend.append(this.legendOfKinds, this.legendOfCauses, this.legendOfParts);
+    legend.append(this.legendOfKinds, this.legendOfDifferences, this.legendOfCauses, this.legendOfParts);
     for (const [index, entry] of header.timelines.entries()) {
       for (const finding of entry.findings) {
         const button = document.createElement("button");
@@ -95,6 +102,7 @@ class Page {
     }).observe(canvas.parentElement);
     addEventListener("hashchange", () => {
       if (location.hash !== this.written) {
+        this.sliders?.show(location.hash);
         this.view.hash = location.hash;
         this.repaint();
       }
@@ -112,10 +120,13 @@ class Page {
     }, { passive: false });
     let pressed = null;
     canvas.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0 || !event.isPrimary) return; // another button has the browser's menu
       canvas.setPointerCapture(event.pointerId);
       pressed = { x: event.offsetX, y: event.offsetY, moved: false };
     });
     canvas.addEventListener("pointermove", (event) => {
+      if (!event.isPrimary) return;
+      if (!(event.buttons & 1)) pressed = null;
       if (pressed) {
         const dx = event.offsetX - pressed.x, dy = event.offsetY - pressed.y;
         if (pressed.moved || Math.abs(dx) + Math.abs(dy) > 3) {
@@ -128,10 +139,12 @@ class Page {
       this.point(event.offsetX, event.offsetY);
     });
     canvas.addEventListener("pointerup", (event) => {
+      if (event.button !== 0 || !event.isPrimary) return;
       const clicked = pressed && !pressed.moved;
       pressed = null;
       if (clicked) this.click(event.offsetX, event.offsetY);
     });
+    canvas.addEventListener("pointercancel", () => (pressed = null));
     canvas.addEventListener("pointerleave", () => this.point(-1, -1));
     canvas.addEventListener("dblclick", (event) => {
       this.view.zoom(0.4, this.painter.timeAt(event.offsetX));
@@ -262,7 +275,8 @@ class Page {
     const { header, view } = this;
     document.documentElement.dataset.theme = view.theme;
     this.hits = header.timelines.map((entry) => found(header, entry, view.query));
-    this.paints = { header, colors: new Colors(header, view.theme, view.shows.causes), hits: this.hits };
+    const stretches = header.timelines.map((entry) => view.stretch(entry));
+    this.paints = { header, colors: new Colors(header, view.theme, view.shows.causes), hits: this.hits, stretches };
     this.arrange();
     if (element("search").value !== view.query) element("search").value = view.query;
     const count = this.hits.reduce((sum, hits) => sum + (hits ? hits.reduce((a, b) => a + b, 0) : 0), 0);
@@ -276,6 +290,8 @@ class Page {
     const names = view.shows.components && view.shows.memory ? new Set(parts.map((part) => part.name)) : [];
     this.legendOfKinds.replaceChildren(...this.used.map((kind) => swatch(fillsOf(header, view.theme, kind)[0], header.names[kind])));
     this.legendOfParts.replaceChildren(...[...names].map((name) => swatch(header.components[name], name)));
+    const differences = header.timelines.length > 1 ? ["longer", "elsewhere"].map((name) => DIFFERENCES[name]) : [];
+    this.legendOfDifferences.replaceChildren(...differences.map(({ color, name }) => swatch(color, `below an action: ${name}`)));
     this.legendOfCauses.replaceChildren(...(view.shows.causes ? this.causesSeen() : []));
     this.say();
     this.redraw();
@@ -384,11 +400,14 @@ class Page {
     const last = lastWait(entry, ref);
     if (last >= 0) lines.push(`waited last for ${where(last)}, until ${time(entry.end[last])}`);
     const other = counterpart(header, entry, ref);
+    if (other === NOWHERE) lines.push(`not among what ${header.timelines[1 - entry.number].label} has on this lane`);
     if (other >= 0) {
       const theirs = header.timelines[1 - entry.number];
       const own = entry.end[ref] - entry.start[ref], length = theirs.end[other] - theirs.start[other];
       const change = length > 0 ? `, here ${signed((100 * (own - length)) / length)}%` : "";
-      lines.push(`${theirs.source}: ${time(length)} from ${time(theirs.start[other])}${change}`);
+      lines.push(`${theirs.label}: ${time(length)} from ${time(theirs.start[other])}${change}`);
+      const before = otherBefore(header, entry, ref);
+      if (before) lines.push(`there ${before}`);
     }
     for (const finding of entry.findings) if (finding.span === ref) lines.push(`${finding.severity}: ${finding.rule}: ${finding.what}`);
     return lines;

@@ -225,6 +225,31 @@ def test_keys_move_and_zoom_and_the_address_keeps_the_view(opened, step):
     assert again.run("page.view.lo") == 0
 
 
+def test_a_link_opened_where_the_page_is_open_already_shows_its_view_and_nothing_of_the_one_before(opened, step):
+    browser = opened(step.timeline, view="#q=1F3&fold=0&at=0:3&path=1&t=0,0.001&show=causes&theme=dark")
+    for address in ("#show=memory,messages&theme=light", "#t=0,0.002&q=rank 2&theme=dark", ""):
+        browser.run(f"location.hash = {json.dumps(address)}")
+        browser.settle()
+        seen = browser.run("page.view.hash")
+        assert seen == opened(step.timeline, view=address).run("page.view.hash")
+        browser.run("page.view.hash = '#q=1F3&fold=0&at=0:3&path=1&t=0,0.001&show=causes&theme=dark'")
+
+
+def test_only_the_first_button_moves_the_page(opened, step):
+    browser = opened(step.timeline, view="#t=0.0001,0.0002")
+    for button, buttons in (("right", 2), ("middle", 4), ("left", 1)):
+        before = browser.run("page.view.lo")
+        browser.mouse("mousePressed", 600, 300, button=button, buttons=buttons, clickCount=1)
+        browser.mouse("mouseMoved", 640, 300, button=button, buttons=buttons)
+        browser.settle()
+        moved = browser.run("page.view.lo") != before
+        # the menu of the right button takes the release, so nothing is heard of it
+        browser.mouse("mouseMoved", 700, 300)
+        after = browser.run("page.view.lo")
+        browser.mouse("mouseMoved", 760, 300)
+        assert (moved, browser.run("page.view.lo")) == (button == "left", after)
+
+
 def test_an_address_that_says_nonsense_is_harmless(opened, step):
     browser = opened(step.timeline, view="#t=5,1&at=7:99999&fold=x&theme=pink&q=%E0%A4%A&show=&y=-3")
     assert browser.run("[page.view.lo, page.view.chosen, page.view.query, page.rows.length]") == [0, None, "", 3]
@@ -291,6 +316,80 @@ def test_two_timelines_lie_rank_by_rank_and_an_action_knows_the_other(opened, fu
     assert "in the same order" in browser.run("document.getElementById('notes').textContent")
     words = browser.run("page.words(page.header.timelines[1], 0).join('; ')")
     assert "predicted: 1 s from 0 s, here +100.0%" in words
+
+
+BELOW = """((number, rank = 0) => {
+  const row = page.rows.find((each) => each.entry.number === number && each.rank === rank);
+  const { track, y, height } = row.tracks[0];
+  const at = Math.round(page.painter.top + y - page.view.scroll + height + 1);
+  const copy = new OffscreenCanvas(page.painter.width, 1).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(page.painter.canvas, 0, -at);
+  return { row, track, pixels: copy.getImageData(0, 0, page.painter.width, 1).data };
+})"""
+
+MARKED = """((number, rank) => {
+  const { row, track, pixels } = (BELOW)(number, rank), token = (TOKENS)(row.entry, page.header);
+  return [...track.ref.keys()].filter((i) => track.ref[i] >= 0).map((i) => {
+    const x = Math.round(page.painter.x((track.start[i] + 3 * track.end[i]) / 4, page.view.seen(row.entry)));
+    const [red, green, blue] = pixels.slice(4 * x), isMarked = red > 190 && blue < 90;
+    return token(track.ref[i]) + (isMarked ? (green < 100 ? " longer" : " elsewhere") : "");
+  }).filter((text) => !text.includes("STEP"));
+})""".replace("BELOW", BELOW).replace("TOKENS", TOKENS)
+
+
+def test_differences_of_two_timelines_are_marked_below_actions(opened):
+    """Of the same schedule what takes longer, of two schedules what comes behind another action."""
+    first = run_schedule(build("1F1B", pp=2, num_microbatches=3), 1, 1, 1)
+    late = run_schedule(build("1F1B", pp=2, num_microbatches=3), 1, 1, 2)
+    browser = opened(first, late, view="#show=")
+    assert browser.run(f"{MARKED}(0)") == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
+    assert browser.run(f"{MARKED}(1)") == ["0F0", "0F1", "0B0 longer", "0F2", "0B1 longer", "0B2 longer"]
+    legend = browser.run("document.getElementById('legend').textContent")
+    assert "takes longer here" in legend and "only here, or behind another action" in legend
+    browser = opened(first, run_schedule(build("GPipe", pp=2, num_microbatches=3), 1, 1, 1), view="#show=")
+    assert browser.run(f"{MARKED}(0)") == ["0F0", "0F1", "0B0 elsewhere", "0F2 elsewhere", "0B1 elsewhere", "0B2"]
+    words = browser.run("page.words(page.header.timelines[0], 2).join('; ')")
+    assert words.endswith("there behind 0F2")
+    browser = opened(first, run_schedule(build("ZBH1", pp=2, num_microbatches=3), 1, 1, 1), view="#show=")
+    assert browser.run(f"{MARKED}(0, 1)")[:3] == ["1F0", "1B0 elsewhere", "1F1 elsewhere"]
+    assert browser.run(f"{MARKED}(1, 1)")[:3] == ["1F0", "1I0 elsewhere", "1F1 elsewhere"]
+    words = browser.run("page.words(page.header.timelines[0], page.tracks[0][1][0].ref[2]).join('; ')")
+    assert "not among what" in words
+
+
+def test_two_timelines_of_one_source_are_told_apart(opened):
+    """By letters, in the title, on rows, and in what is said of an action."""
+    both = [run_schedule(build(name, pp=2, num_microbatches=3), 1, 1, 1) for name in ("1F1B", "GPipe")]
+    browser = opened(*both, view="#show=")
+    assert browser.run("document.getElementById('title').textContent") == "A: 1F1B / B: GPipe"
+    assert browser.run("document.getElementById('notes').textContent").startswith("predicted A: ")
+    assert browser.run("page.rows.map((row) => row.label.join(' '))")[:2] == [
+        "rank 0 predicted A",
+        "rank 0 predicted B",
+    ]
+    assert "predicted B: " in browser.run("page.words(page.header.timelines[0], 0).join('; ')")
+
+
+def test_differences_are_marked_where_actions_are_narrower_than_a_pixel_too(opened):
+    """Sums over each column: as dark as the share of it that differs."""
+    schedule = build("1F1B", pp=2, num_microbatches=3000)
+    browser = opened(run_schedule(schedule, 1, 1, 1), run_schedule(schedule, 2, 1, 1), view="#show=")
+    shares = [browser.run(f"[...{BELOW}({number}).pixels]") for number in (0, 1)]
+    first, second = (np.array(each).reshape(-1, 4)[200:1000, :3] for each in shares)
+    assert (first == 255).all()
+    # half of what a forward takes of every four units: a quarter of red on white
+    assert second.mean(axis=0) == pytest.approx([244.5, 206.5, 201.8], abs=2)
+
+
+def test_folded_rows_of_a_comparison_say_whose_they_are(opened, full):
+    browser = opened(full, slower(full, 2), view="#show=&fold=0,1")
+    browser.run(
+        "(() => { const { context } = page.painter, fill = context.fillText.bind(context); window.texts = [];"
+        "context.fillText = (text, ...more) => { texts.push(text); fill(text, ...more); }; page.redraw(); })()"
+    )
+    browser.settle()
+    texts = browser.run("texts")
+    assert (texts.count("predicted"), texts.count("measured")) == (2, 2)
 
 
 def test_a_dense_lane_shows_the_mean_colour_of_each_column_and_draws_no_more_than_it_has_pixels(opened):
@@ -415,8 +514,15 @@ def test_sliders_change_what_is_shown_and_the_address_keeps_them(browser, all_sc
         and shown[1][1] == run_schedule(build("ZBH1", pp=4, num_microbatches=8), 1, 1, 0.5).makespan_s
     )
     browser.run("page.remember()")
-    browser.open(path, browser.run("location.hash"))
+    address = browser.run("location.hash")
+    browser.open(path, address)
     assert browser.run(state) == shown
+    browser.run("location.hash = '#theme=dark'")  # a link without sliders, and the first one again
+    browser.settle()
+    assert browser.run("page.header.timelines.length") == 1
+    browser.run(f"location.hash = {json.dumps(address)}")
+    browser.settle()
+    assert browser.run(state) == shown and browser.run("page.view.theme") == "light"
 
 
 def test_the_page_says_of_every_schedule_what_the_page_of_schedules_says(browser, all_schedules):
