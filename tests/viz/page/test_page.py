@@ -357,7 +357,7 @@ def test_differences_of_two_timelines_are_marked_below_actions(opened):
     assert "not among what" in words
 
 
-def test_two_timelines_of_one_source_are_told_apart(opened):
+def test_two_timelines_of_one_source_have_letters(opened):
     """By letters, in the title, on rows, and in what is said of an action."""
     both = [run_schedule(build(name, pp=2, num_microbatches=3), 1, 1, 1) for name in ("1F1B", "GPipe")]
     browser = opened(*both, view="#show=")
