@@ -33,7 +33,7 @@ from shardproof.viz.scene import palette
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 
 GIB = 2**30
-AWKWARD = """</script><script>document.title = "broken"</script> "quoted" & 'so' <b>"""
+AWKWARD = """</script><script>document.title = "broken"</script> "quoted" & 'so' <b> {{content}}"""
 
 
 @pytest.fixture(scope="module")
