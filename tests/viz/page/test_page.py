@@ -7,12 +7,14 @@ import json
 import random
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import get_args
 
 import matplotlib.image
 import numpy as np
 import pytest
 
+import shardproof
 from helpers.chromium import PROGRAM, Chromium
 from helpers.pdf import images_of
 from helpers.plans import plan
@@ -33,6 +35,7 @@ from shardproof.viz.scene import palette
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 
 GIB = 2**30
+ROOT = Path(shardproof.__file__).parent
 AWKWARD = """</script><script>document.title = "broken"</script> "quoted" & 'so' <b> {{content}}"""
 
 
@@ -548,6 +551,26 @@ def test_a_schedule_of_one_s_own_has_sliders_and_its_findings(browser, tmp_path,
     assert browser.run("[page.header.timelines[0].source, page.header.timelines[0].makespan_s]") == ["two", 9]
     assert browser.run("document.getElementById('sliders').hidden") is False
     assert browser.run("document.getElementById('size-p').disabled") is True
+    (tmp_path / "all_held.csv").write_text("0F0,0F1,0F2,0B0,0B1,0B2\n")
+    assert main(["draw", str(tmp_path / "all_held.csv"), "-o", str(tmp_path / "all_held.html")]) == 0
+    browser.open(tmp_path / "all_held.html")
+    said = browser.run("document.getElementById('findings').textContent")
+    assert said == "warning: activation-growth at rank 0, step 2, 0F2"
+
+
+def test_the_page_of_a_plan_has_what_verify_finds_in_it_at_its_actions(browser, tmp_path, capsys):
+    plan = ["examples/tiny_tp2_pp2_dp2.toml", "--set", "schedule.name=GPipe", "--set", "batch.global=64"]
+    plan[0] = str(ROOT / plan[0])
+    assert main(["draw", *plan, "-o", str(tmp_path / "step.html")]) == 0
+    main(["verify", *plan])
+    found = [
+        line.partition(": all ")[0] for line in capsys.readouterr().out.splitlines() if "activation-growth" in line
+    ]
+    browser.open(tmp_path / "step.html")
+    said = browser.run("[...document.getElementById('findings').children].map((each) => each.textContent)")
+    assert said == found and len(said) == 2
+    browser.run("document.querySelectorAll('#findings button')[1].click()")
+    assert details(browser).startswith("1F31: forward")
 
 
 def test_the_legend_has_the_causes_that_occur_and_a_recording_s_unexplained_idle_time_is_called_so(opened, full):
