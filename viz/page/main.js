@@ -389,6 +389,7 @@ class Page {
       const gap = -1 - ref, cause = Object.keys(header.causes)[entry.gap_cause[gap]], span = entry.gap_span[gap];
       return [
         `idle for ${time(entry.gap_end[gap] - entry.gap_start[gap])}: ${causeIn(entry, cause)}`,
+        ...(isUnexplained(entry, cause) ? [] : [header.cause_words[cause]]),
         `from ${fromTo(header, entry.gap_start[gap], entry.gap_end[gap])} on rank ${entry.ranks[entry.gap_rank[gap]]}`,
         ...(span >= 0 ? [`${cause === "end" ? "until the end of" : "for"} ${where(span)}`] : []),
       ];
@@ -519,7 +520,11 @@ function swatch(color, text) {
 
 // What a simulated step leaves to other replicas of its ranks, no recording explains.
 function causeIn(entry, cause) {
-  return cause === "replicas" && entry.source === "measured" ? "not explained" : cause;
+  return isUnexplained(entry, cause) ? "not explained" : cause;
+}
+
+function isUnexplained(entry, cause) {
+  return cause === "replicas" && entry.source === "measured";
 }
 
 function signed(number) {

@@ -164,7 +164,8 @@ def test_an_idle_time_says_its_cause(opened, step):
     words = browser.run(
         "page.words(page.header.timelines[0], -1 - [...page.header.timelines[0].gap_cause].indexOf(1)).join('; ')"
     )
-    assert words.startswith("idle for ") and ": waiting" in words and "; for " in words
+    assert words.startswith("idle for ") and ": waiting; for an action of another rank; from " in words
+    assert "; for 1" in words or "; for 2" in words or "; for 0" in words
 
 
 def test_the_critical_path_is_that_of_the_simulator(opened, step):
@@ -471,8 +472,8 @@ def test_sliders_put_every_schedule_into_the_engine_s_time(browser, all_schedule
     assert len(names) > 10 and browser.errors == []
 
 
-def test_every_cause_of_idle_time_has_colours():
-    assert list(palette.CAUSES) == list(get_args(Cause))
+def test_every_cause_of_idle_time_has_colours_and_words():
+    assert list(palette.CAUSES) == list(palette.CAUSE_WORDS) == list(get_args(Cause))
 
 
 def test_idle_times_of_a_schedule_have_the_causes_that_python_finds(browser, all_schedules):
