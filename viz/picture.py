@@ -341,7 +341,8 @@ def _memory(marks: list[Mark], panel: Panel, memory: MemoryPlot, scale: float, w
         upper = _steps(memory.span.times_s, memory.span.high_bytes, scale, per_byte, base, limit)
         lower = _steps(memory.span.times_s, memory.span.low_bytes, scale, per_byte, base, limit)
         marks.append(Line((*upper, *reversed(list(lower))), "", fill=palette.mix(palette.CURVES[2], 0.75)))
-    lines, drawn = [], []  # every line, and of every curve which
+    lines: list[tuple[tuple[float, float], ...]] = []
+    drawn: list[int] = []  # of every curve its line
     for curve in memory.curves:
         points = tuple(_steps(curve.times_s, curve.num_bytes, scale, per_byte, base, limit))
         drawn.append(next((i for i, line in enumerate(lines) if _is_seen_as(points, line)), len(lines)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from ..base.errors import TimelineError
 
@@ -100,7 +100,7 @@ def complete_events(name: str, document: Any) -> list[Event]:
     return sorted(found, key=lambda event: (event.start_s, -event.end_s))
 
 
-def _is_microseconds(value: Any) -> bool:
+def _is_microseconds(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and abs(value) < _MOST_US
 
 
