@@ -3,6 +3,7 @@ those that a trace names, else those of a schedule whose pattern of computing an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def read_recording(path: str | Path, row_of: RowOf | None = None) -> Recording:
     where no action is named or recognised."""
     files = [Path(path)]
     if Path(path).is_dir():
-        files = sorted(each for each in Path(path).iterdir() if each.name.endswith(SUFFIXES))
+        files = sorted((each for each in Path(path).iterdir() if each.name.endswith(SUFFIXES)), key=_by_numbers)
         if not files:
             raise TimelineError(f"{path}: no {' or '.join(SUFFIXES)} in this folder. Give that of a run's traces.")
     documents: dict[str, Any] = {}
@@ -60,6 +61,11 @@ def read_recording(path: str | Path, row_of: RowOf | None = None) -> Recording:
     if len(documents) == 1 and not is_trace(*documents.values()):
         return Recording(Timeline.load(*documents), {})
     return recording_of(documents, row_of)
+
+
+def _by_numbers(file: Path) -> list[str | int]:
+    """An order in which rank 2 comes before rank 10: of traces that do not say their rank the name does."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", file.name)]
 
 
 def recording_of(documents: Mapping[str, Any], row_of: RowOf | None = None) -> Recording:

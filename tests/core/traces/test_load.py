@@ -92,6 +92,13 @@ def test_annotations_of_a_device_count_before_those_of_the_host(tmp_path):
     assert (span.global_rank, span.end_s - span.start_s) == (3, pytest.approx(11e-6))
 
 
+def test_traces_that_do_not_say_their_rank_have_that_of_their_name_s_place(tmp_path):
+    for rank in range(12):
+        document = {"traceEvents": [event(f"{rank}F0", rank, rank + 1)]}
+        (tmp_path / f"rank{rank}_trace.json").write_text(json.dumps(document))
+    assert {span.global_rank: str(span.action) for span in load(tmp_path).spans} == {r: f"{r}F0" for r in range(12)}
+
+
 def test_an_event_that_ends_before_it_begins_has_no_length(tmp_path):
     spans = load(written(tmp_path, 0, [event("0F0", 3, 9), event("0B0", 12, 11)], baseTimeNanoseconds=10**400)).spans
     assert [(str(span.action), span.end_s - span.start_s) for span in spans] == [
