@@ -200,6 +200,7 @@ class Page {
       g: () => this.toggle("groups"),
       o: () => this.header.timelines.length > 1 && this.toggle("own"),
       f: () => this.foldAll(),
+      F: () => view.chosen && this.fold(this.chosenEntry.ranks[this.chosenEntry.rank[view.chosen[1]]]),
       t: () => this.toggleTheme(),
       "?": () => element("keys").showModal(),
       "[": () => view.chosen && this.goTo(lastWait(this.chosenEntry, view.chosen[1])),
@@ -242,6 +243,12 @@ class Page {
     this.view.set(0, this.view.end);
     this.view.scroll = 0;
     this.redraw();
+  }
+
+  fold(name) {
+    const { folded } = this.view;
+    if (!folded.delete(name)) folded.add(name);
+    this.repaint();
   }
 
   foldAll() {
@@ -437,9 +444,7 @@ class Page {
     const at = this.at(x, y);
     element("canvas").focus();
     if (at?.row && x < LABEL) {
-      const { name } = at.row, { folded } = this.view;
-      if (!folded.delete(name)) folded.add(name);
-      this.repaint();
+      this.fold(at.row.name);
     } else if (at?.ref >= 0) this.choose(at.row.entry.number, at.ref, false);
     else if (at?.ref < 0 && at.row.entry.gap_span[-1 - at.ref] >= 0) this.choose(at.row.entry.number, at.row.entry.gap_span[-1 - at.ref]);
     else {

@@ -208,6 +208,10 @@ def test_rows_fold_by_click_and_key_and_groups_leave_one_rank_of_a_stage(opened,
     browser.press("f")
     browser.press("m")
     assert browser.run("page.rows.every((row) => row.memory === null)")
+    browser.run("page.choose(0, page.tracks[0][1][0].lo)")
+    for folded in ("false,true", "false,false"):
+        browser.press("F", shift=True)
+        assert browser.run("page.rows.map((row) => row.folded).join()") == folded
     replicas = make_timeline([(rank, "compute", "0F0", 0, 1 + rank) for rank in range(3)])
     browser = opened(replicas)
     browser.press("g")
