@@ -100,12 +100,11 @@ class Page {
       this.arrange();
       this.redraw();
     }).observe(canvas.parentElement);
-    addEventListener("hashchange", () => {
-      if (location.hash !== this.written) {
-        this.sliders?.show(location.hash);
-        this.view.hash = location.hash;
-        this.repaint();
-      }
+    addEventListener("hashchange", ({ newURL }) => {
+      const { hash } = new URL(newURL);
+      this.sliders?.show(hash);
+      this.view.hash = hash;
+      this.repaint();
     });
     this.paper = new Paper(this);
     addEventListener("beforeprint", () => this.paper.fill());
@@ -345,9 +344,8 @@ class Page {
   }
 
   remember() {
-    this.written = this.sliders ? `${this.view.hash}&${this.sliders.hash}` : this.view.hash;
     try {
-      history.replaceState(null, "", this.written);
+      history.replaceState(null, "", this.sliders ? `${this.view.hash}&${this.sliders.hash}` : this.view.hash);
     } catch {
       // a frame without an address of its own: the view is not kept
     }
@@ -408,7 +406,7 @@ class Page {
     const last = lastWait(entry, ref);
     if (last >= 0) lines.push(`waited last for ${where(last)}, until ${time(entry.end[last])}`);
     const other = counterpart(header, entry, ref);
-    if (other === NOWHERE) lines.push(`not among what ${header.timelines[1 - entry.number].label} has on this lane`);
+    if (other === NOWHERE) lines.push(`${header.timelines[1 - entry.number].label} has no such action on this lane`);
     if (other >= 0) {
       const theirs = header.timelines[1 - entry.number];
       const own = entry.end[ref] - entry.start[ref], length = theirs.end[other] - theirs.start[other];

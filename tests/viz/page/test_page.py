@@ -362,7 +362,7 @@ def test_differences_of_two_timelines_are_marked_below_actions(opened):
     assert browser.run(f"{MARKED}(0, 1)")[:3] == ["1F0", "1B0 elsewhere", "1F1 elsewhere"]
     assert browser.run(f"{MARKED}(1, 1)")[:3] == ["1F0", "1I0 elsewhere", "1F1 elsewhere"]
     words = browser.run("page.words(page.header.timelines[0], page.tracks[0][1][0].ref[2]).join('; ')")
-    assert "not among what" in words
+    assert "predicted B has no such action on this lane" in words
 
 
 def test_two_timelines_of_one_source_have_letters(opened):
@@ -525,7 +525,8 @@ def test_sliders_change_what_is_shown_and_the_address_keeps_them(browser, all_sc
     address = browser.run("location.hash")
     browser.open(path, address)
     assert browser.run(state) == shown
-    browser.run("location.hash = '#theme=dark'")  # a link without sliders, and the first one again
+    browser.run("page.remember()")
+    browser.run("location.hash = '#theme=dark'")  # a link without sliders, and at once the first one again
     browser.settle()
     assert browser.run("page.header.timelines.length") == 1
     browser.run(f"location.hash = {json.dumps(address)}")
