@@ -286,8 +286,8 @@ def _check_alone(args: argparse.Namespace) -> None:
 
 
 def _findings(schedule: Schedule) -> tuple[Finding, ...]:
-    """What the static rules find in a schedule."""
-    return tuple(service("check")(schedule))
+    """What the static rules find in a schedule, warnings too."""
+    return tuple(service("check")(schedule, warnings=True))
 
 
 def _only_plan(name: str) -> argparse.Namespace:

@@ -4,7 +4,7 @@ marks in the same order."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -341,17 +341,29 @@ def _memory(marks: list[Mark], panel: Panel, memory: MemoryPlot, scale: float, w
         upper = _steps(memory.span.times_s, memory.span.high_bytes, scale, per_byte, base, limit)
         lower = _steps(memory.span.times_s, memory.span.low_bytes, scale, per_byte, base, limit)
         marks.append(Line((*upper, *reversed(list(lower))), "", fill=palette.mix(palette.CURVES[2], 0.75)))
-    for index, curve in enumerate(memory.curves):
+    lines: list[tuple[tuple[float, float], ...]] = []
+    drawn: list[int] = []  # of every curve its line
+    for curve in memory.curves:
         points = tuple(_steps(curve.times_s, curve.num_bytes, scale, per_byte, base, limit))
-        marks.append(Line(points, palette.curve(index, len(memory.curves)), 1.4))
+        drawn.append(next((i for i, line in enumerate(lines) if _is_seen_as(points, line)), len(lines)))
+        lines += [points] if drawn[-1] == len(lines) else []
+    marks += (Line(points, palette.curve(index, len(lines)), 1.4) for index, points in enumerate(lines))
     for index in range(labels):
         is_span = index == len(memory.curves)
-        color = palette.mix(palette.CURVES[2], 0.75) if is_span else palette.curve(index, len(memory.curves))
+        color = palette.mix(palette.CURVES[2], 0.75) if is_span else palette.curve(drawn[index], len(lines))
         text = "range of all ranks" if is_span else _peak(memory, index)
         y = top + 12.5 * index + 9.0
         marks.append(Rect(width - RIGHT + 8.0, y - 5.0, 8.0, 3.0, color, crisp=True))
         marks.append(Text(width - RIGHT + 20.0, y, text, 8.5, palette.MUTED))
     return base
+
+
+def _is_seen_as(points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
+    """Whether a line would hide another: none of their corners is half a pixel apart."""
+    return len(points) == len(others) and all(
+        abs(x - other_x) < 0.5 and abs(y - other_y) < 0.5
+        for (x, y), (other_x, other_y) in zip(points, others, strict=True)
+    )
 
 
 def _peak(memory: MemoryPlot, index: int) -> str:

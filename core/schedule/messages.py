@@ -139,7 +139,7 @@ def _table(schedule: Schedule, chosen: np.ndarray, stage: np.ndarray, microbatch
         raise ScheduleError(
             f"{schedule.name}: stage {bad_stage} runs the {what} of microbatch {bad_microbatch} "
             f"{count[bad_stage, bad_microbatch]} times, "
-            "so it cannot be lowered. Every stage runs every microbatch once; `check` lists all that is wrong."
+            "so it cannot be lowered. Every stage runs every microbatch once; `verify` lists all that is wrong."
         )
     table = np.empty(shape[0] * shape[1], dtype=np.int32)
     table[cell] = index

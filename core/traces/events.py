@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from ..base.errors import TimelineError
 
@@ -16,6 +16,9 @@ _OPERATIONS = ("cpu_op", "Operator")
 _KERNELS = ("kernel", "Kernel")
 _CALLS = ("cuda_runtime", "cuda_driver", "Runtime")
 """Categories as they are called today, and as they were until torch 1.12."""
+
+_MOST_US = 1e18
+"""Microseconds of 30,000 years: more is no time."""
 
 
 class Event(NamedTuple):
@@ -73,22 +76,32 @@ def is_trace(document: Any) -> bool:
 
 
 def complete_events(name: str, document: Any) -> list[Event]:
-    """The complete events of a trace by time. Raises `TimelineError` for one without name, ts or dur."""
+    """The complete events of a trace by time; one of negative duration has no length. Raises `TimelineError` for one
+    without name, ts or dur, and for a thread that is no number or name."""
     found = []
     for event in document["traceEvents"]:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
         start, length, args = event.get("ts"), event.get("dur", 0), event.get("args")
-        if not (
-            isinstance(start, int | float) and isinstance(length, int | float) and isinstance(event.get("name"), str)
-        ):
-            raise TimelineError(f"{name}: an event has no name, ts or dur that could be read: {str(event)[:80]}.")
         thread = (event.get("pid"), event.get("tid"))
-        times = (start * 1e-6, (start + length) * 1e-6)
+        if not (
+            _is_microseconds(start)
+            and _is_microseconds(length)
+            and isinstance(event.get("name"), str)
+            and all(each is None or isinstance(each, int | float | str) for each in thread)
+        ):
+            raise TimelineError(
+                f"{name}: an event has no name, ts, dur, pid or tid that could be read: {str(event)[:80]}."
+            )
+        times = (start * 1e-6, (start + max(length, 0)) * 1e-6)
         found.append(
             Event(event["name"], str(event.get("cat", "")), thread, *times, args if isinstance(args, dict) else {})
         )
     return sorted(found, key=lambda event: (event.start_s, -event.end_s))
+
+
+def _is_microseconds(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and abs(value) < _MOST_US
 
 
 def read_rank(name: str, document: Any, known: Mapping[int, object]) -> RankTrace:
@@ -100,4 +113,5 @@ def read_rank(name: str, document: Any, known: Mapping[int, object]) -> RankTrac
     if rank in known:
         raise TimelineError(f"{name}: another trace is of rank {rank} too. Give one of each rank.")
     base = document.get("baseTimeNanoseconds", 0)
-    return RankTrace(name, rank, base if type(base) is int else 0, complete_events(name, document))
+    base = base if type(base) is int and 0 <= base < 2**63 else 0
+    return RankTrace(name, rank, base, complete_events(name, document))

@@ -3,6 +3,7 @@ those that a trace names, else those of a schedule whose pattern of computing an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from ..base.errors import FileError, TimelineError
 from ..base.files import read_packed
 from ..base.parsing import parse_json
+from ..base.units import format_s
 from ..schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 from ..schedule.timeline import COMPUTE_LANE, Span, Timeline, message_lane
 from .annotated import annotated
@@ -21,6 +23,9 @@ from .recognised import RowOf, recognised
 
 TRACE_BYTES = 2**30
 """Of one rank's trace: a step of torchtitan with stacks has some 300 MB."""
+
+_APART = 10
+"""How many times as long as all ranks' steps the time between two of them has to be to be no wait."""
 
 SUFFIXES = (".json", ".json.gz")
 
@@ -44,7 +49,7 @@ def read_recording(path: str | Path, row_of: RowOf | None = None) -> Recording:
     where no action is named or recognised."""
     files = [Path(path)]
     if Path(path).is_dir():
-        files = sorted(each for each in Path(path).iterdir() if each.name.endswith(SUFFIXES))
+        files = sorted((each for each in Path(path).iterdir() if each.name.endswith(SUFFIXES)), key=_by_numbers)
         if not files:
             raise TimelineError(f"{path}: no {' or '.join(SUFFIXES)} in this folder. Give that of a run's traces.")
     documents: dict[str, Any] = {}
@@ -56,6 +61,11 @@ def read_recording(path: str | Path, row_of: RowOf | None = None) -> Recording:
     if len(documents) == 1 and not is_trace(*documents.values()):
         return Recording(Timeline.load(*documents), {})
     return recording_of(documents, row_of)
+
+
+def _by_numbers(file: Path) -> list[str | int]:
+    """An order in which rank 2 comes before rank 10: of traces that do not say their rank the name does."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", file.name)]
 
 
 def recording_of(documents: Mapping[str, Any], row_of: RowOf | None = None) -> Recording:
@@ -86,10 +96,27 @@ def _together(traces: Mapping[int, RankTrace], found: Mapping[int, Sequence[Span
             Span(rank, _lane(each.action, rank, holders), each.action, each.start_s + later_s, each.end_s + later_s)
             for each in own
         ]
+    _same_clock(spans)
     begin_s = min(span.start_s for span in spans)
     spans = [replace(span, start_s=span.start_s - begin_s, end_s=span.end_s - begin_s) for span in spans]
-    title = f"{len(found)} rank{'s' if len(found) != 1 else ''} of a profiler's trace"
+    count = sum(map(bool, found.values()))
+    title = f"{count} rank{'s' if count != 1 else ''} of a profiler's trace"
     return Timeline.from_spans(_one_by_one(spans), "measured", title=title)
+
+
+def _same_clock(spans: Sequence[Span]) -> None:
+    """Raises `TimelineError` where ranks lie apart by many times what all of them take: of one step they do not."""
+    times: dict[int, tuple[float, float]] = {}
+    for span in spans:
+        low, high = times.get(span.global_rank, (span.start_s, span.end_s))
+        times[span.global_rank] = min(low, span.start_s), max(high, span.end_s)
+    late, early = max(times, key=lambda rank: times[rank][0]), min(times, key=lambda rank: times[rank][1])
+    apart_s = times[late][0] - times[early][1]
+    if apart_s > _APART * sum(high - low for low, high in times.values()):
+        raise TimelineError(
+            f"rank {late} begins its step {format_s(apart_s)} after rank {early} has ended its own: these traces are "
+            "of different runs or steps, or by clocks that differ. Give traces of one step, by clocks that agree."
+        )
 
 
 def _holders(found: Mapping[int, Sequence[Span]]) -> dict[int, list[int]]:

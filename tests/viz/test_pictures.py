@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from shardproof import draw
+from helpers.plans import plan
+from shardproof import draw, simulate
 from shardproof.viz.picture import LEFT, Line, Rect, Text, lay_out, plot_width, text_width
 from shardproof.viz.scene.palette import CURVES, FILLS, IDLE, fill, text_on
 from shardproof.viz.scene.scene import Resolution, build_scene
@@ -129,6 +130,17 @@ def test_labels_stay_inside_their_boxes(full):
     ]:
         left, top, right, bottom = text_extent(label)
         assert any(r.x <= left and right <= r.x + r.width and r.y <= top and bottom <= r.y + r.height for r in rects)
+
+
+def test_curves_of_memory_that_would_hide_each_other_are_one_line_and_have_one_colour():
+    """Ranks 0 and 3 of a DualPipe hold the same, so do ranks 1 and 2."""
+    timeline = simulate(plan(pp=4, dp=1, microbatches=8, schedule="DualPipe")).timeline
+    marks = lay_out(build_scene(timeline, Resolution(1000)), 1000).marks
+    lines = [mark for mark in marks if isinstance(mark, Line) and mark.stroke in CURVES]
+    texts = {mark.text.partition(",")[0]: mark.y for mark in marks if isinstance(mark, Text) and "iB" in mark.text}
+    swatches = {mark.y: mark.fill for mark in marks if isinstance(mark, Rect) and mark.fill in CURVES}
+    colors = [swatches[texts[f"rank {rank}"] - 5.0] for rank in range(4)]
+    assert len(lines) == 2 and colors == [CURVES[0], CURVES[-1], CURVES[-1], CURVES[0]]
 
 
 def test_memory_curve_is_drawn_to_scale(full):

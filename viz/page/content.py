@@ -66,6 +66,7 @@ def _header(time_unit: TimeUnit, num_chunks: int, **more: Any) -> dict[str, Any]
         },
         "dark_fills": {kind.name: [color] for kind, color in palette.DARK_FILLS.items()},
         "causes": palette.CAUSES,
+        "cause_words": palette.CAUSE_WORDS,
         "components": palette.COMPONENTS,
         **more,
     }

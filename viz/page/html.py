@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,10 +45,8 @@ def document(title: str, content: bytes) -> str:
         "content": base64.b64encode(content).decode(),
         "script": "".join(map(_own, SCRIPTS)),
     }
-    page = _own("page.html")
-    for name, text in parts.items():
-        page = page.replace("{{" + name + "}}", text)
-    return page
+    # all at once: a title may have such a word too
+    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], _own("page.html"))
 
 
 def _own(name: str) -> str:

@@ -38,6 +38,11 @@ class Page {
       this.view.set(shares[0] * this.view.end, shares[1] * this.view.end);
     }
     header.mostBytes = undefined;
+    const sources = header.timelines.map((entry) => entry.source), isOne = new Set(sources).size < sources.length;
+    for (const entry of header.timelines) {
+      entry.letter = isOne ? "AB"[entry.number] : "";
+      entry.label = isOne ? `${entry.source} ${entry.letter}` : entry.source;
+    }
     this.painter.known = null;
     this.tracks = header.timelines.map((entry) =>
       entry.ranks.map((_, rank) =>
@@ -54,14 +59,15 @@ class Page {
 
   // Titles, the legend and the switches.
   describe() {
-    const { header } = this, titles = [...new Set(header.timelines.map((entry) => entry.title).filter(Boolean))];
+    const { header } = this, titleOf = ({ letter, title, source }) => (letter ? `${letter}: ${title || source}` : title);
+    const titles = [...new Set(header.timelines.map(titleOf).filter(Boolean))];
     element("title").textContent = titles.join(" / ") || "A training step";
     const sentences = header.timelines.map((entry) => {
       const worst = entry.bubbles.reduce((at, bubble, i) => (bubble > entry.bubbles[at] + 1e-9 ? i : at), 0);
       const bubble = entry.ranks.length ? `, bubble ${(100 * entry.bubbles[worst]).toFixed(1)}% on rank ${entry.ranks[worst]}` : "";
-      const [{ makespan_s: first, source }] = header.timelines, times = entry.makespan_s / first;
-      const against = entry.number > 0 && first > 0 ? `, ${Number(times.toPrecision(3))} x ${source}` : "";
-      return `${entry.source}: ${formatTime(header, entry.makespan_s)}${bubble}${against}`;
+      const [{ makespan_s: first, label }] = header.timelines, times = entry.makespan_s / first;
+      const against = entry.number > 0 && first > 0 ? `, ${Number(times.toPrecision(3))} x ${label}` : "";
+      return `${entry.label}: ${formatTime(header, entry.makespan_s)}${bubble}${against}`;
     });
     if (header.note) sentences.push(header.note);
     this.sentences = sentences;
@@ -73,8 +79,9 @@ class Page {
     this.used = Object.keys(header.names).filter((kind) => used.has(kind));
     this.legendOfKinds = document.createElement("span");
     this.legendOfCauses = document.createElement("span");
+    this.legendOfDifferences = document.createElement("span");
     this.legendOfParts = document.createElement("span");
-    legend.append(this.legendOfKinds, this.legendOfCauses, this.legendOfParts);
+    legend.append(this.legendOfKinds, this.legendOfDifferences, this.legendOfCauses, this.legendOfParts);
     for (const [index, entry] of header.timelines.entries()) {
       for (const finding of entry.findings) {
         const button = document.createElement("button");
@@ -93,11 +100,11 @@ class Page {
       this.arrange();
       this.redraw();
     }).observe(canvas.parentElement);
-    addEventListener("hashchange", () => {
-      if (location.hash !== this.written) {
-        this.view.hash = location.hash;
-        this.repaint();
-      }
+    addEventListener("hashchange", ({ newURL }) => {
+      const { hash } = new URL(newURL);
+      this.sliders?.show(hash);
+      this.view.hash = hash;
+      this.repaint();
     });
     this.paper = new Paper(this);
     addEventListener("beforeprint", () => this.paper.fill());
@@ -112,10 +119,13 @@ class Page {
     }, { passive: false });
     let pressed = null;
     canvas.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0 || !event.isPrimary) return; // another button has the browser's menu
       canvas.setPointerCapture(event.pointerId);
       pressed = { x: event.offsetX, y: event.offsetY, moved: false };
     });
     canvas.addEventListener("pointermove", (event) => {
+      if (!event.isPrimary) return;
+      if (!(event.buttons & 1)) pressed = null;
       if (pressed) {
         const dx = event.offsetX - pressed.x, dy = event.offsetY - pressed.y;
         if (pressed.moved || Math.abs(dx) + Math.abs(dy) > 3) {
@@ -128,10 +138,12 @@ class Page {
       this.point(event.offsetX, event.offsetY);
     });
     canvas.addEventListener("pointerup", (event) => {
+      if (event.button !== 0 || !event.isPrimary) return;
       const clicked = pressed && !pressed.moved;
       pressed = null;
       if (clicked) this.click(event.offsetX, event.offsetY);
     });
+    canvas.addEventListener("pointercancel", () => (pressed = null));
     canvas.addEventListener("pointerleave", () => this.point(-1, -1));
     canvas.addEventListener("dblclick", (event) => {
       this.view.zoom(0.4, this.painter.timeAt(event.offsetX));
@@ -187,6 +199,7 @@ class Page {
       g: () => this.toggle("groups"),
       o: () => this.header.timelines.length > 1 && this.toggle("own"),
       f: () => this.foldAll(),
+      F: () => view.chosen && this.fold(this.chosenEntry.ranks[this.chosenEntry.rank[view.chosen[1]]]),
       t: () => this.toggleTheme(),
       "?": () => element("keys").showModal(),
       "[": () => view.chosen && this.goTo(lastWait(this.chosenEntry, view.chosen[1])),
@@ -231,6 +244,12 @@ class Page {
     this.redraw();
   }
 
+  fold(name) {
+    const { folded } = this.view;
+    if (!folded.delete(name)) folded.add(name);
+    this.repaint();
+  }
+
   foldAll() {
     const names = this.header.timelines.flatMap((entry) => entry.ranks);
     this.view.folded = new Set(this.view.folded.size ? [] : names);
@@ -262,7 +281,8 @@ class Page {
     const { header, view } = this;
     document.documentElement.dataset.theme = view.theme;
     this.hits = header.timelines.map((entry) => found(header, entry, view.query));
-    this.paints = { header, colors: new Colors(header, view.theme, view.shows.causes), hits: this.hits };
+    const stretches = header.timelines.map((entry) => view.stretch(entry));
+    this.paints = { header, colors: new Colors(header, view.theme, view.shows.causes), hits: this.hits, stretches };
     this.arrange();
     if (element("search").value !== view.query) element("search").value = view.query;
     const count = this.hits.reduce((sum, hits) => sum + (hits ? hits.reduce((a, b) => a + b, 0) : 0), 0);
@@ -276,6 +296,8 @@ class Page {
     const names = view.shows.components && view.shows.memory ? new Set(parts.map((part) => part.name)) : [];
     this.legendOfKinds.replaceChildren(...this.used.map((kind) => swatch(fillsOf(header, view.theme, kind)[0], header.names[kind])));
     this.legendOfParts.replaceChildren(...[...names].map((name) => swatch(header.components[name], name)));
+    const differences = header.timelines.length > 1 ? ["longer", "elsewhere"].map((name) => DIFFERENCES[name]) : [];
+    this.legendOfDifferences.replaceChildren(...differences.map(({ color, name }) => swatch(color, `below an action: ${name}`)));
     this.legendOfCauses.replaceChildren(...(view.shows.causes ? this.causesSeen() : []));
     this.say();
     this.redraw();
@@ -322,9 +344,8 @@ class Page {
   }
 
   remember() {
-    this.written = this.sliders ? `${this.view.hash}&${this.sliders.hash}` : this.view.hash;
     try {
-      history.replaceState(null, "", this.written);
+      history.replaceState(null, "", this.sliders ? `${this.view.hash}&${this.sliders.hash}` : this.view.hash);
     } catch {
       // a frame without an address of its own: the view is not kept
     }
@@ -373,6 +394,7 @@ class Page {
       const gap = -1 - ref, cause = Object.keys(header.causes)[entry.gap_cause[gap]], span = entry.gap_span[gap];
       return [
         `idle for ${time(entry.gap_end[gap] - entry.gap_start[gap])}: ${causeIn(entry, cause)}`,
+        ...(isUnexplained(entry, cause) ? [] : [header.cause_words[cause]]),
         `from ${fromTo(header, entry.gap_start[gap], entry.gap_end[gap])} on rank ${entry.ranks[entry.gap_rank[gap]]}`,
         ...(span >= 0 ? [`${cause === "end" ? "until the end of" : "for"} ${where(span)}`] : []),
       ];
@@ -384,11 +406,14 @@ class Page {
     const last = lastWait(entry, ref);
     if (last >= 0) lines.push(`waited last for ${where(last)}, until ${time(entry.end[last])}`);
     const other = counterpart(header, entry, ref);
+    if (other === NOWHERE) lines.push(`${header.timelines[1 - entry.number].label} has no such action on this lane`);
     if (other >= 0) {
       const theirs = header.timelines[1 - entry.number];
       const own = entry.end[ref] - entry.start[ref], length = theirs.end[other] - theirs.start[other];
       const change = length > 0 ? `, here ${signed((100 * (own - length)) / length)}%` : "";
-      lines.push(`${theirs.source}: ${time(length)} from ${time(theirs.start[other])}${change}`);
+      lines.push(`${theirs.label}: ${time(length)} from ${time(theirs.start[other])}${change}`);
+      const before = otherBefore(header, entry, ref);
+      if (before) lines.push(`there ${before}`);
     }
     for (const finding of entry.findings) if (finding.span === ref) lines.push(`${finding.severity}: ${finding.rule}: ${finding.what}`);
     return lines;
@@ -417,9 +442,7 @@ class Page {
     const at = this.at(x, y);
     element("canvas").focus();
     if (at?.row && x < LABEL) {
-      const { name } = at.row, { folded } = this.view;
-      if (!folded.delete(name)) folded.add(name);
-      this.repaint();
+      this.fold(at.row.name);
     } else if (at?.ref >= 0) this.choose(at.row.entry.number, at.ref, false);
     else if (at?.ref < 0 && at.row.entry.gap_span[-1 - at.ref] >= 0) this.choose(at.row.entry.number, at.row.entry.gap_span[-1 - at.ref]);
     else {
@@ -500,7 +523,11 @@ function swatch(color, text) {
 
 // What a simulated step leaves to other replicas of its ranks, no recording explains.
 function causeIn(entry, cause) {
-  return cause === "replicas" && entry.source === "measured" ? "not explained" : cause;
+  return isUnexplained(entry, cause) ? "not explained" : cause;
+}
+
+function isUnexplained(entry, cause) {
+  return cause === "replicas" && entry.source === "measured";
 }
 
 function signed(number) {

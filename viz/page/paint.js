@@ -96,7 +96,7 @@ class Painter {
     context.strokeStyle = this.rule;
     context.beginPath();
     if (view.own) {
-      header.timelines.forEach((entry, at) => this.ticks(view.seen(entry), entry.makespan_s, `${entry.source}, `, line * at, line));
+      header.timelines.forEach((entry, at) => this.ticks(view.seen(entry), entry.makespan_s, `${entry.label}, `, line * at, line));
     } else this.ticks(view, view.end, "", 0, line);
     context.moveTo(0, AXIS - 0.5);
     context.lineTo(this.width, AXIS - 0.5);
@@ -126,10 +126,15 @@ class Painter {
     context.fillStyle = this.ink;
     const first = row.tracks[0];
     const middle = top + row.y + (first ? first.height : row.height) / 2;
-    if (!row.folded || row.height >= 10 * TYPE) context.fillText(`${row.folded ? "▸" : "▾"} ${row.label[0]}`, 8, middle);
-    if (row.label[1] && row.height > 26 * TYPE) {
+    const name = `${row.folded ? "▸" : "▾"} ${row.label[0]}`;
+    if (!row.folded || row.height >= 10 * TYPE) context.fillText(name, 8, middle);
+    if (row.label[1]) {
       context.fillStyle = this.muted;
-      context.fillText(row.label[1], 20 * TYPE, middle + 14 * TYPE);
+      if (!row.folded && row.height > 26 * TYPE) context.fillText(row.label[1], 20 * TYPE, middle + 14 * TYPE);
+      else if (row.height >= 10 * TYPE) {
+        const left = 8 + this.widthOf(name) + 6 * TYPE;
+        context.fillText(row.label[1], left, middle, LABEL - left - 4); // narrower letters where it is a long name
+      }
     }
     for (const place of row.tracks) this.track(place, top);
     if (row.memory) this.memory(row, top);
@@ -167,10 +172,28 @@ class Painter {
         context.fillRect(x, y + height / 2, width - gap, height / 2);
       }
       this.boxes++;
+      if (track.differs) {
+        this.mark(track, i, x, width, y + height, pixels, seen);
+        last = -1;
+      }
       if (height >= 18 * TYPE && track.ref[i] >= 0 && width > 13 * TYPE) {
         this.label(track, i, x, y, width, height);
         last = -1;
       }
+    }
+  }
+
+  // Below an action how it differs from the other timeline's: amber where it is elsewhere, red as far as it takes longer.
+  mark({ differs, end }, i, x, width, bottom, pixels, seen) {
+    const { context } = this, { longer, elsewhere } = DIFFERENCES, top = bottom + MARK.below;
+    if (differs.elsewhere[i]) {
+      context.fillStyle = elsewhere.color;
+      context.fillRect(x, top, width, MARK.height);
+    }
+    const from = Math.max(x, LABEL + (end[i] - differs.longer[i] - seen.lo) * pixels);
+    if (differs.longer[i] * pixels > 0.5 && from < x + width) {
+      context.fillStyle = longer.color;
+      context.fillRect(from, top, x + width - from, MARK.height);
     }
   }
 
@@ -211,16 +234,18 @@ class Painter {
     if (strip.width !== columns) {
       strip.width = columns;
       this.pixels = strip.getContext("2d").createImageData(columns, 1);
+      this.marked = strip.getContext("2d").createImageData(columns, 1);
     }
-    const data = this.pixels.data, [red, green, blue, time] = track.sums, { start, end } = track;
+    const data = this.pixels.data, marked = this.marked.data, [longer, elsewhere] = track.marks, [red, green, blue, time] = track.sums, { start, end } = track;
     const length = (seen.hi - seen.lo) / this.plot, count = start.length;
     const ground = [colors.red[colors.idle], colors.green[colors.idle], colors.blue[colors.idle]];
+    const [longest, moved] = [DIFFERENCES.longer, DIFFERENCES.elsewhere].map(({ color }) => rgb(color));
     let at = track.after(seen.lo);
     let before = null;
     const sumsAt = (i, until) => {
       const share = i < count && until > start[i] && end[i] > start[i] ? (until - start[i]) / (end[i] - start[i]) : 0;
       const part = (sums) => sums[i] + (share ? share * (sums[i + 1] - sums[i]) : 0);
-      return [part(red), part(green), part(blue), part(time)];
+      return [part(red), part(green), part(blue), part(time), ...(track.differs ? [part(longer), part(elsewhere)] : [])];
     };
     before = sumsAt(at, seen.lo);
     for (let column = 0; column < columns; column++) {
@@ -240,11 +265,20 @@ class Painter {
       const now = sumsAt(at, until), idle = Math.max(0, length - (now[3] - before[3]));
       for (let part = 0; part < 3; part++) data[4 * column + part] = (now[part] - before[part] + idle * ground[part]) / length;
       data[4 * column + 3] = 255;
+      if (track.differs) {
+        const share = [now[4] - before[4], now[5] - before[5]], sum = share[0] + share[1];
+        for (let part = 0; part < 3; part++) marked[4 * column + part] = sum > 0 ? (share[0] * longest[part] + share[1] * moved[part]) / sum : 0;
+        marked[4 * column + 3] = (255 * sum) / length;
+      }
       before = now;
     }
-    strip.getContext("2d").putImageData(this.pixels, 0, 0);
     this.context.imageSmoothingEnabled = false;
-    this.context.drawImage(strip, 0, 0, columns, 1, LABEL, y, columns, height);
+    const put = (image, top, rows) => {
+      strip.getContext("2d").putImageData(image, 0, 0);
+      this.context.drawImage(strip, 0, 0, columns, 1, LABEL, top, columns, rows);
+    };
+    put(this.pixels, y, height);
+    if (track.differs) put(this.marked, y + height + MARK.below, MARK.height);
     this.boxes++;
   }
 

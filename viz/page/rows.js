@@ -13,6 +13,18 @@ function setType(width, axes) {
   AXIS = Math.round((axes > 1 ? 22 * axes : 30) * TYPE);
 }
 
+// How two timelines differ, marked below the actions of their compute lanes: what an action takes longer, as the axes show
+// it; and one that the other's lane has not, or behind another action.
+const DIFFERENCES = {
+  longer: { color: "#d43d2a", name: "takes longer here" },
+  elsewhere: { color: "#d48a00", name: "only here, or behind another action" },
+};
+const MARK = { below: 0.5, height: 2 }; // pixels
+
+function rgb(css) {
+  return [1, 3, 5].map((at) => parseInt(css.slice(at, at + 2), 16));
+}
+
 // The colours of a kind of action by chunk, none of a pair, which has those of its halves.
 function fillsOf(header, theme, name) {
   return (theme === "dark" && header.dark_fills[name]) || header.fills[name] || [];
@@ -39,7 +51,7 @@ class Colors {
 
   add(css) {
     this.css.push(css);
-    [this.red, this.green, this.blue].forEach((part, at) => part.push(parseInt(css.slice(1 + 2 * at, 3 + 2 * at), 16)));
+    rgb(css).forEach((value, at) => [this.red, this.green, this.blue][at].push(value));
     return this.css.length - 1;
   }
 
@@ -81,13 +93,35 @@ class Track {
     }
   }
 
+  // How each item differs from the other timeline: `longer` seconds at its end, and whether it is `elsewhere`; null where
+  // there is nothing to compare with.
+  compare({ header, stretches }) {
+    const { entry, ref } = this, other = header.timelines[1 - entry.number];
+    if (!other || entry.lanes[this.lane].role !== "compute") return null;
+    const ratio = stretches[other.number] / stretches[entry.number];
+    if (this.differs?.ratio === ratio) return this.differs;
+    const found = { ratio, longer: new Float64Array(ref.length), elsewhere: new Uint8Array(ref.length) };
+    for (let i = 0; i < ref.length; i++) {
+      const at = ref[i] < 0 ? NO_LANE : counterpart(header, entry, ref[i]);
+      if (at === NO_LANE) continue;
+      const length = this.end[i] - this.start[i];
+      if (at >= 0) found.longer[i] = Math.max(length - (other.end[at] - other.start[at]) * ratio, 0);
+      found.elsewhere[i] = at === NOWHERE || otherBefore(header, entry, ref[i]) ? 1 : 0;
+    }
+    return found;
+  }
+
   // Sums of colour and time up to each item.
-  paint({ header, colors, hits: ofTimelines }) {
+  paint(paints) {
+    const { header, colors, hits: ofTimelines } = paints;
+    this.differs = this.compare(paints);
+    const { longer, elsewhere } = this.differs ?? {};
     const { entry, ref } = this, count = ref.length, hits = ofTimelines[entry.number];
     this.color = new Int32Array(count);
     this.second = new Int32Array(count).fill(-1);
     this.sums = [0, 1, 2, 3].map(() => new Float64Array(count + 1));
     const [red, green, blue, time] = this.sums;
+    this.marks = this.differs ? [0, 1].map(() => new Float64Array(count + 1)) : [];
     const pair = header.kinds.indexOf("OVERLAP_F_B"), F = header.kinds.indexOf("F"), B = header.kinds.indexOf("B");
     for (let i = 0; i < count; i++) {
       const span = ref[i];
@@ -111,6 +145,10 @@ class Track {
       green[i + 1] = green[i] + (length * (colors.green[color] + colors.green[other])) / 2;
       blue[i + 1] = blue[i] + (length * (colors.blue[color] + colors.blue[other])) / 2;
       time[i + 1] = time[i] + length;
+      if (this.differs) {
+        this.marks[0][i + 1] = this.marks[0][i] + longer[i];
+        this.marks[1][i + 1] = this.marks[1][i] + (elsewhere[i] ? length - longer[i] : 0);
+      }
     }
   }
 
@@ -149,7 +187,7 @@ function rowsOf(header, view, tracks, stretch) {
         const same = entry.group.filter((first) => first === rank).length;
         if (same > 1) label[0] = `rank ${name} +${same - 1}`;
       }
-      if (both) label.push(entry.source);
+      if (both) label.push(entry.label);
       row.label = label;
       let at = y;
       for (const track of tracks[entry.number][rank]) {

@@ -3,9 +3,7 @@
 class Sliders {
   constructor(page) {
     Object.assign(this, { page, header: page.header });
-    const { entries, names } = this.header.library;
-    this.wanted = { a: { name: entries[0].name, p: 4, v: 2, m: 8 }, b: null, F: 1, I: 1, W: 1, send: 0 };
-    this.read(location.hash);
+    const { names } = this.header.library;
     const form = element("sliders");
     form.hidden = false;
     for (const [id, first] of [["name-a", null], ["name-b", "compare with"]]) {
@@ -14,13 +12,18 @@ class Sliders {
       names.forEach((name, at) => list.append(Object.assign(document.createElement("option"), { value: String(at), textContent: name })));
       list.onchange = () => this.change();
     }
+    for (const name of ["p", "v", "m"]) element(`size-${name}`).oninput = () => this.change();
+    for (const name of ["F", "I", "W", "send"]) element(`time-${name}`).oninput = () => this.change();
+    this.show(location.hash);
+  }
+
+  // The schedules and times that an address says; what it leaves out is as at first.
+  show(hash) {
+    this.wanted = { a: { name: this.header.library.entries[0].name, p: 4, v: 2, m: 8 }, b: null, F: 1, I: 1, W: 1, send: 0 };
+    this.read(hash);
     element("name-a").value = String(this.wanted.a.name);
     element("name-b").value = this.wanted.b === null ? "" : String(this.wanted.b);
-    for (const name of ["p", "v", "m"]) element(`size-${name}`).oninput = () => this.change();
-    for (const name of ["F", "I", "W", "send"]) {
-      element(`time-${name}`).value = String(this.wanted[name]);
-      element(`time-${name}`).oninput = () => this.change();
-    }
+    for (const name of ["F", "I", "W", "send"]) element(`time-${name}`).value = String(this.wanted[name]);
     this.offer();
     this.change();
   }

@@ -158,17 +158,44 @@ function criticalPath(entry) {
   return chain.reverse();
 }
 
-// The same action of the same rank and lane in the other timeline; -1 where there is none.
+// What `counterpart` finds of an action that the other timeline's lane has not, and of one whose rank or lane it has not.
+const NOWHERE = -1, NO_LANE = -2;
+
+// The same action of the same rank and lane in the other timeline.
 function counterpart(header, entry, span) {
   const other = header.timelines[1 - entry.number];
-  if (!other) return -1;
-  if (!other.byName) {
-    other.byName = new Map();
-    for (let i = 0; i < other.num_spans; i++) other.byName.set(nameIn(header, other, i), i);
-  }
-  return other.byName.get(nameIn(header, entry, span)) ?? -1;
+  const lane = other ? laneIn(other, entry.ranks[entry.rank[span]], entry.lanes[entry.lane[span]].name) : null;
+  return lane ? (lane.get(keyOf(entry, span)) ?? NOWHERE) : NO_LANE;
 }
 
-function nameIn(header, entry, span) {
-  return `${entry.ranks[entry.rank[span]]} ${entry.lanes[entry.lane[span]].name} ${token(header, entry, span)}`;
+// The spans of a rank's lane by what they do, null where there is no such rank or lane.
+function laneIn(entry, rank, lane) {
+  const name = `${rank} ${lane}`;
+  entry.byLane ??= new Map();
+  if (!entry.byLane.has(name)) {
+    const track = entry.tracks[entry.ranks.indexOf(rank)]?.find((each) => entry.lanes[each.lane].name === lane), spans = new Map();
+    for (let i = track?.lo ?? 0; i < (track?.hi ?? 0); i++) spans.set(keyOf(entry, i), i);
+    entry.byLane.set(name, track ? spans : null);
+  }
+  return entry.byLane.get(name);
+}
+
+// What an action does, as text that is made faster than its token.
+function keyOf(entry, i) {
+  return `${entry.kind[i]},${entry.stage[i]},${entry.microbatch[i]},${entry.pair_stage[i]},${entry.pair_microbatch[i]}`;
+}
+
+// The span before another on its lane, -1 for the lane's first.
+function before(entry, span) {
+  const same = span > 0 && entry.rank[span - 1] === entry.rank[span] && entry.lane[span - 1] === entry.lane[span];
+  return same ? span - 1 : -1;
+}
+
+// Where the other timeline has an action behind another one than this: behind which, in words; else nothing.
+function otherBefore(header, entry, span) {
+  const other = counterpart(header, entry, span);
+  if (other < 0) return "";
+  const theirs = header.timelines[1 - entry.number], here = before(entry, span), there = before(theirs, other);
+  const same = here < 0 || there < 0 ? here === there : keyOf(entry, here) === keyOf(theirs, there);
+  return same ? "" : there < 0 ? "the first of its lane" : `behind ${token(header, theirs, there)}`;
 }

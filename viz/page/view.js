@@ -6,11 +6,16 @@ class View {
   constructor(header) {
     this.header = header;
     this.end = Math.max(...header.timelines.map((entry) => entry.makespan_s), LEAST_SPAN_S);
+    this.begin();
+  }
+
+  // What is seen first.
+  begin() {
     this.lo = 0;
     this.hi = this.end;
     this.scroll = 0;
     this.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-    const ranks = Math.max(...header.timelines.map((entry) => entry.ranks.length));
+    const ranks = Math.max(...this.header.timelines.map((entry) => entry.ranks.length));
     this.shows = { messages: ranks <= 8, collectives: true, memory: ranks <= 16, causes: true, groups: ranks > 64, components: false, own: this.apart };
     this.folded = new Set();
     this.query = "";
@@ -85,7 +90,9 @@ class View {
     return `#${parts.join("&")}`;
   }
 
+  // The view that an address says; what it leaves out is as at first.
   set hash(text) {
+    this.begin();
     for (const part of text.replace(/^#/, "").split("&")) {
       const at = part.indexOf("="), name = part.slice(0, at), value = part.slice(at + 1);
       const numbers = () => value.split(/[,:]/).map(Number).filter(Number.isFinite);

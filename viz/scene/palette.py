@@ -98,6 +98,18 @@ CAUSES = {
 one looks at first."""
 
 
+CAUSE_WORDS = {
+    "warm-up": "before its first action",
+    "waiting": "for an action of another rank",
+    "message": "for a message under way",
+    "dp-sync": "for gradients or weights of other replicas",
+    "norm": "for the last rank's gradients, before the step",
+    "replicas": "for other replicas at the same action",
+    "end": "after its step, until the last rank ends",
+}
+"""What each of them is, in the words of `simulate`."""
+
+
 def fill(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
     """Hex colour of an action; chunk 0 has the full colour and the last chunk is mixed half with white."""
     share = 0.5 * chunk / (num_chunks - 1) if num_chunks > 1 and kind in ANSI_LATER else 0.0

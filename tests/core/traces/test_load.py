@@ -92,6 +92,31 @@ def test_annotations_of_a_device_count_before_those_of_the_host(tmp_path):
     assert (span.global_rank, span.end_s - span.start_s) == (3, pytest.approx(11e-6))
 
 
+def test_traces_that_do_not_say_their_rank_have_that_of_their_name_s_place(tmp_path):
+    for rank in range(12):
+        document = {"traceEvents": [event(f"{rank}F0", rank, rank + 1)]}
+        (tmp_path / f"rank{rank}_trace.json").write_text(json.dumps(document))
+    assert {span.global_rank: str(span.action) for span in load(tmp_path).spans} == {r: f"{r}F0" for r in range(12)}
+
+
+def test_an_event_that_ends_before_it_begins_has_no_length(tmp_path):
+    spans = load(written(tmp_path, 0, [event("0F0", 3, 9), event("0B0", 12, 11)], baseTimeNanoseconds=10**400)).spans
+    assert [(str(span.action), span.end_s - span.start_s) for span in spans] == [
+        ("0F0", pytest.approx(6e-6)),
+        ("0B0", 0),
+    ]
+
+
+def test_ranks_of_different_runs_are_refused_and_a_wait_for_each_other_is_not(tmp_path):
+    written(tmp_path, 0, [event("0F0", 0, 6)], baseTimeNanoseconds=10**18)
+    written(tmp_path, 1, [event("1F0", 9, 15)], baseTimeNanoseconds=10**18)
+    written(tmp_path, 2, [], baseTimeNanoseconds=10**18)
+    assert load(tmp_path).title == "2 ranks of a profiler's trace"
+    written(tmp_path, 1, [event("1F0", 9, 15)], baseTimeNanoseconds=10**18 + 10**9)
+    with pytest.raises(TimelineError, match="rank 1 begins its step 1 s after rank 0 has ended its own"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -99,7 +124,15 @@ def test_annotations_of_a_device_count_before_those_of_the_host(tmp_path):
         ({"a.json": "[1]"}, "not a recorded timeline"),
         ({"a.json": "{"}, "this is not JSON"),
         ({"a.json": '{"traceEvents": []}'}, "no event names an action, such as PP:2F3"),
-        ({"a.json": '{"traceEvents": [{"ph": "X", "name": 5}]}'}, "an event has no name, ts or dur"),
+        ({"a.json": '{"traceEvents": [{"ph": "X", "name": 5}]}'}, "an event has no name, ts, dur"),
+        (
+            {"a.json": f'{{"traceEvents": [{{"ph": "X", "name": "F", "ts": 1{"0" * 400}}}]}}'},
+            "an event has no name, ts",
+        ),
+        (
+            {"a.json": '{"traceEvents": [{"ph": "X", "name": "F", "ts": 1, "tid": [7]}]}'},
+            "pid or tid that could be read",
+        ),
         (
             {"a.json": '{"traceEvents": [], "otherData": {"processes": []}}'},
             "otherData.processes names no rank",

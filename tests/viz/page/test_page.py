@@ -7,12 +7,14 @@ import json
 import random
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import get_args
 
 import matplotlib.image
 import numpy as np
 import pytest
 
+import shardproof
 from helpers.chromium import PROGRAM, Chromium
 from helpers.pdf import images_of
 from helpers.plans import plan
@@ -33,7 +35,8 @@ from shardproof.viz.scene import palette
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 
 GIB = 2**30
-AWKWARD = """</script><script>document.title = "broken"</script> "quoted" & 'so' <b>"""
+ROOT = Path(shardproof.__file__).parent
+AWKWARD = """</script><script>document.title = "broken"</script> "quoted" & 'so' <b> {{content}}"""
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +164,8 @@ def test_an_idle_time_says_its_cause(opened, step):
     words = browser.run(
         "page.words(page.header.timelines[0], -1 - [...page.header.timelines[0].gap_cause].indexOf(1)).join('; ')"
     )
-    assert words.startswith("idle for ") and ": waiting" in words and "; for " in words
+    assert words.startswith("idle for ") and ": waiting; for an action of another rank; from " in words
+    assert "; for 1" in words or "; for 2" in words or "; for 0" in words
 
 
 def test_the_critical_path_is_that_of_the_simulator(opened, step):
@@ -204,6 +208,10 @@ def test_rows_fold_by_click_and_key_and_groups_leave_one_rank_of_a_stage(opened,
     browser.press("f")
     browser.press("m")
     assert browser.run("page.rows.every((row) => row.memory === null)")
+    browser.run("page.choose(0, page.tracks[0][1][0].lo)")
+    for folded in ("false,true", "false,false"):
+        browser.press("F", shift=True)
+        assert browser.run("page.rows.map((row) => row.folded).join()") == folded
     replicas = make_timeline([(rank, "compute", "0F0", 0, 1 + rank) for rank in range(3)])
     browser = opened(replicas)
     browser.press("g")
@@ -223,6 +231,31 @@ def test_keys_move_and_zoom_and_the_address_keeps_the_view(opened, step):
     assert after[:2] == pytest.approx(before[:2], rel=1e-6) and after[2:] == before[2:]
     again.press("Home")
     assert again.run("page.view.lo") == 0
+
+
+def test_a_link_opened_where_the_page_is_open_already_shows_its_view_and_nothing_of_the_one_before(opened, step):
+    browser = opened(step.timeline, view="#q=1F3&fold=0&at=0:3&path=1&t=0,0.001&show=causes&theme=dark")
+    for address in ("#show=memory,messages&theme=light", "#t=0,0.002&q=rank 2&theme=dark", ""):
+        browser.run(f"location.hash = {json.dumps(address)}")
+        browser.settle()
+        seen = browser.run("page.view.hash")
+        assert seen == opened(step.timeline, view=address).run("page.view.hash")
+        browser.run("page.view.hash = '#q=1F3&fold=0&at=0:3&path=1&t=0,0.001&show=causes&theme=dark'")
+
+
+def test_only_the_first_button_moves_the_page(opened, step):
+    browser = opened(step.timeline, view="#t=0.0001,0.0002")
+    for button, buttons in (("right", 2), ("middle", 4), ("left", 1)):
+        before = browser.run("page.view.lo")
+        browser.mouse("mousePressed", 600, 300, button=button, buttons=buttons, clickCount=1)
+        browser.mouse("mouseMoved", 640, 300, button=button, buttons=buttons)
+        browser.settle()
+        moved = browser.run("page.view.lo") != before
+        # the menu of the right button takes the release, so nothing is heard of it
+        browser.mouse("mouseMoved", 700, 300)
+        after = browser.run("page.view.lo")
+        browser.mouse("mouseMoved", 760, 300)
+        assert (moved, browser.run("page.view.lo")) == (button == "left", after)
 
 
 def test_an_address_that_says_nonsense_is_harmless(opened, step):
@@ -291,6 +324,80 @@ def test_two_timelines_lie_rank_by_rank_and_an_action_knows_the_other(opened, fu
     assert "in the same order" in browser.run("document.getElementById('notes').textContent")
     words = browser.run("page.words(page.header.timelines[1], 0).join('; ')")
     assert "predicted: 1 s from 0 s, here +100.0%" in words
+
+
+BELOW = """((number, rank = 0) => {
+  const row = page.rows.find((each) => each.entry.number === number && each.rank === rank);
+  const { track, y, height } = row.tracks[0];
+  const at = Math.round(page.painter.top + y - page.view.scroll + height + 1);
+  const copy = new OffscreenCanvas(page.painter.width, 1).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(page.painter.canvas, 0, -at);
+  return { row, track, pixels: copy.getImageData(0, 0, page.painter.width, 1).data };
+})"""
+
+MARKED = """((number, rank) => {
+  const { row, track, pixels } = (BELOW)(number, rank), token = (TOKENS)(row.entry, page.header);
+  return [...track.ref.keys()].filter((i) => track.ref[i] >= 0).map((i) => {
+    const x = Math.round(page.painter.x((track.start[i] + 3 * track.end[i]) / 4, page.view.seen(row.entry)));
+    const [red, green, blue] = pixels.slice(4 * x), isMarked = red > 190 && blue < 90;
+    return token(track.ref[i]) + (isMarked ? (green < 100 ? " longer" : " elsewhere") : "");
+  }).filter((text) => !text.includes("STEP"));
+})""".replace("BELOW", BELOW).replace("TOKENS", TOKENS)
+
+
+def test_differences_of_two_timelines_are_marked_below_actions(opened):
+    """Of the same schedule what takes longer, of two schedules what comes behind another action."""
+    first = run_schedule(build("1F1B", pp=2, num_microbatches=3), 1, 1, 1)
+    late = run_schedule(build("1F1B", pp=2, num_microbatches=3), 1, 1, 2)
+    browser = opened(first, late, view="#show=")
+    assert browser.run(f"{MARKED}(0)") == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
+    assert browser.run(f"{MARKED}(1)") == ["0F0", "0F1", "0B0 longer", "0F2", "0B1 longer", "0B2 longer"]
+    legend = browser.run("document.getElementById('legend').textContent")
+    assert "takes longer here" in legend and "only here, or behind another action" in legend
+    browser = opened(first, run_schedule(build("GPipe", pp=2, num_microbatches=3), 1, 1, 1), view="#show=")
+    assert browser.run(f"{MARKED}(0)") == ["0F0", "0F1", "0B0 elsewhere", "0F2 elsewhere", "0B1 elsewhere", "0B2"]
+    words = browser.run("page.words(page.header.timelines[0], 2).join('; ')")
+    assert words.endswith("there behind 0F2")
+    browser = opened(first, run_schedule(build("ZBH1", pp=2, num_microbatches=3), 1, 1, 1), view="#show=")
+    assert browser.run(f"{MARKED}(0, 1)")[:3] == ["1F0", "1B0 elsewhere", "1F1 elsewhere"]
+    assert browser.run(f"{MARKED}(1, 1)")[:3] == ["1F0", "1I0 elsewhere", "1F1 elsewhere"]
+    words = browser.run("page.words(page.header.timelines[0], page.tracks[0][1][0].ref[2]).join('; ')")
+    assert "predicted B has no such action on this lane" in words
+
+
+def test_two_timelines_of_one_source_have_letters(opened):
+    """By letters, in the title, on rows, and in what is said of an action."""
+    both = [run_schedule(build(name, pp=2, num_microbatches=3), 1, 1, 1) for name in ("1F1B", "GPipe")]
+    browser = opened(*both, view="#show=")
+    assert browser.run("document.getElementById('title').textContent") == "A: 1F1B / B: GPipe"
+    assert browser.run("document.getElementById('notes').textContent").startswith("predicted A: ")
+    assert browser.run("page.rows.map((row) => row.label.join(' '))")[:2] == [
+        "rank 0 predicted A",
+        "rank 0 predicted B",
+    ]
+    assert "predicted B: " in browser.run("page.words(page.header.timelines[0], 0).join('; ')")
+
+
+def test_differences_are_marked_where_actions_are_narrower_than_a_pixel_too(opened):
+    """Sums over each column: as dark as the share of it that differs."""
+    schedule = build("1F1B", pp=2, num_microbatches=3000)
+    browser = opened(run_schedule(schedule, 1, 1, 1), run_schedule(schedule, 2, 1, 1), view="#show=")
+    shares = [browser.run(f"[...{BELOW}({number}).pixels]") for number in (0, 1)]
+    first, second = (np.array(each).reshape(-1, 4)[200:1000, :3] for each in shares)
+    assert (first == 255).all()
+    # half of what a forward takes of every four units: a quarter of red on white
+    assert second.mean(axis=0) == pytest.approx([244.5, 206.5, 201.8], abs=2)
+
+
+def test_folded_rows_of_a_comparison_say_whose_they_are(opened, full):
+    browser = opened(full, slower(full, 2), view="#show=&fold=0,1")
+    browser.run(
+        "(() => { const { context } = page.painter, fill = context.fillText.bind(context); window.texts = [];"
+        "context.fillText = (text, ...more) => { texts.push(text); fill(text, ...more); }; page.redraw(); })()"
+    )
+    browser.settle()
+    texts = browser.run("texts")
+    assert (texts.count("predicted"), texts.count("measured")) == (2, 2)
 
 
 def test_a_dense_lane_shows_the_mean_colour_of_each_column_and_draws_no_more_than_it_has_pixels(opened):
@@ -369,8 +476,8 @@ def test_sliders_put_every_schedule_into_the_engine_s_time(browser, all_schedule
     assert len(names) > 10 and browser.errors == []
 
 
-def test_every_cause_of_idle_time_has_colours():
-    assert list(palette.CAUSES) == list(get_args(Cause))
+def test_every_cause_of_idle_time_has_colours_and_words():
+    assert list(palette.CAUSES) == list(palette.CAUSE_WORDS) == list(get_args(Cause))
 
 
 def test_idle_times_of_a_schedule_have_the_causes_that_python_finds(browser, all_schedules):
@@ -415,8 +522,16 @@ def test_sliders_change_what_is_shown_and_the_address_keeps_them(browser, all_sc
         and shown[1][1] == run_schedule(build("ZBH1", pp=4, num_microbatches=8), 1, 1, 0.5).makespan_s
     )
     browser.run("page.remember()")
-    browser.open(path, browser.run("location.hash"))
+    address = browser.run("location.hash")
+    browser.open(path, address)
     assert browser.run(state) == shown
+    browser.run("page.remember()")
+    browser.run("location.hash = '#theme=dark'")  # a link without sliders, and at once the first one again
+    browser.settle()
+    assert browser.run("page.header.timelines.length") == 1
+    browser.run(f"location.hash = {json.dumps(address)}")
+    browser.settle()
+    assert browser.run(state) == shown and browser.run("page.view.theme") == "light"
 
 
 def test_the_page_says_of_every_schedule_what_the_page_of_schedules_says(browser, all_schedules):
@@ -442,6 +557,26 @@ def test_a_schedule_of_one_s_own_has_sliders_and_its_findings(browser, tmp_path,
     assert browser.run("[page.header.timelines[0].source, page.header.timelines[0].makespan_s]") == ["two", 9]
     assert browser.run("document.getElementById('sliders').hidden") is False
     assert browser.run("document.getElementById('size-p').disabled") is True
+    (tmp_path / "all_held.csv").write_text("0F0,0F1,0F2,0B0,0B1,0B2\n")
+    assert main(["draw", str(tmp_path / "all_held.csv"), "-o", str(tmp_path / "all_held.html")]) == 0
+    browser.open(tmp_path / "all_held.html")
+    said = browser.run("document.getElementById('findings').textContent")
+    assert said == "warning: activation-growth at rank 0, step 2, 0F2"
+
+
+def test_the_page_of_a_plan_has_what_verify_finds_in_it_at_its_actions(browser, tmp_path, capsys):
+    plan = ["examples/tiny_tp2_pp2_dp2.toml", "--set", "schedule.name=GPipe", "--set", "batch.global=64"]
+    plan[0] = str(ROOT / plan[0])
+    assert main(["draw", *plan, "-o", str(tmp_path / "step.html")]) == 0
+    main(["verify", *plan])
+    found = [
+        line.partition(": all ")[0] for line in capsys.readouterr().out.splitlines() if "activation-growth" in line
+    ]
+    browser.open(tmp_path / "step.html")
+    said = browser.run("[...document.getElementById('findings').children].map((each) => each.textContent)")
+    assert said == found and len(said) == 2
+    browser.run("document.querySelectorAll('#findings button')[1].click()")
+    assert details(browser).startswith("1F31: forward")
 
 
 def test_the_legend_has_the_causes_that_occur_and_a_recording_s_unexplained_idle_time_is_called_so(opened, full):
