@@ -30,10 +30,15 @@ def explanation(simulation: Simulation) -> dict[str, Any]:
 
 def idle_rows(report: Mapping[str, Any]) -> list[Row]:
     """Why the rank with the largest bubble idles: seconds, share of the step, for what."""
-    return [
+    rows = report["idle_s"]
+    shown: list[Row] = [
         (format_s(idle["seconds"]), _share(idle["seconds"], report), CAUSES[idle["cause"]].format(**idle))
-        for idle in report["idle_s"][:MOST_SHOWN]
+        for idle in rows[:MOST_SHOWN]
     ]
+    if rest := rows[MOST_SHOWN:]:
+        seconds = sum(idle["seconds"] for idle in rest)
+        shown.append((format_s(seconds), _share(seconds, report), f"{len(rest)} others"))
+    return shown
 
 
 def path_rows(report: Mapping[str, Any]) -> list[Row]:
