@@ -15,7 +15,10 @@ from ..scene.scene import Scale
 from .content import Extra, packed, packed_schedules
 from .schedules import Sized
 
-SCRIPTS = ("unpack.js", "view.js", "rows.js", "paint.js", "engine.js", "sliders.js", "print.js", "main.js")
+SCRIPTS = (
+    *("unpack.js", "view.js", "rows.js", "paint.js", "engine.js", "sliders.js", "print.js"),
+    *("words.js", "input.js", "main.js"),
+)
 """In the order in which they build on each other."""
 
 

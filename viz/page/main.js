@@ -1,4 +1,4 @@
-// The page: what the user does becomes a view, and a view a picture.
+// The page: a view becomes a picture, a legend and words.
 
 const element = (id) => document.getElementById(id);
 
@@ -53,7 +53,7 @@ class Page {
       ),
     );
     this.describe();
-    if (isFirst) this.listen();
+    if (isFirst) listen(this);
     this.repaint();
   }
 
@@ -92,130 +92,6 @@ class Page {
         element("findings").append(button);
       }
     }
-  }
-
-  listen() {
-    const canvas = element("canvas"), search = element("search");
-    new ResizeObserver(() => {
-      this.arrange();
-      this.redraw();
-    }).observe(canvas.parentElement);
-    addEventListener("hashchange", ({ newURL }) => {
-      const { hash } = new URL(newURL);
-      this.sliders?.show(hash);
-      this.view.hash = hash;
-      this.repaint();
-    });
-    this.paper = new Paper(this);
-    addEventListener("beforeprint", () => this.paper.fill());
-    addEventListener("afterprint", () => this.paper.clear());
-    canvas.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      if (event.ctrlKey || event.metaKey) this.view.zoom(Math.exp(event.deltaY * 0.002), this.painter.timeAt(event.offsetX));
-      else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.view.pan((event.deltaX || event.deltaY) / this.painter.plot);
-      else if (this.rows.total > this.painter.height - AXIS) this.scrollBy(event.deltaY);
-      else this.view.zoom(Math.exp(event.deltaY * 0.002), this.painter.timeAt(event.offsetX));
-      this.redraw();
-    }, { passive: false });
-    let pressed = null;
-    canvas.addEventListener("pointerdown", (event) => {
-      if (event.button !== 0 || !event.isPrimary) return; // another button has the browser's menu
-      canvas.setPointerCapture(event.pointerId);
-      pressed = { x: event.offsetX, y: event.offsetY, moved: false };
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      if (!event.isPrimary) return;
-      if (!(event.buttons & 1)) pressed = null;
-      if (pressed) {
-        const dx = event.offsetX - pressed.x, dy = event.offsetY - pressed.y;
-        if (pressed.moved || Math.abs(dx) + Math.abs(dy) > 3) {
-          pressed = { x: event.offsetX, y: event.offsetY, moved: true };
-          this.view.pan(-dx / this.painter.plot);
-          this.scrollBy(-dy);
-          this.redraw();
-        }
-      }
-      this.point(event.offsetX, event.offsetY);
-    });
-    canvas.addEventListener("pointerup", (event) => {
-      if (event.button !== 0 || !event.isPrimary) return;
-      const clicked = pressed && !pressed.moved;
-      pressed = null;
-      if (clicked) this.click(event.offsetX, event.offsetY);
-    });
-    canvas.addEventListener("pointercancel", () => (pressed = null));
-    canvas.addEventListener("pointerleave", () => this.point(-1, -1));
-    canvas.addEventListener("dblclick", (event) => {
-      this.view.zoom(0.4, this.painter.timeAt(event.offsetX));
-      this.redraw();
-    });
-    document.addEventListener("keydown", (event) => this.key(event));
-    search.addEventListener("input", () => {
-      this.view.query = search.value;
-      this.repaint();
-    });
-    search.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") this.next(event.shiftKey ? -1 : 1);
-      else if (event.key === "Escape") canvas.focus();
-      else return;
-      event.preventDefault();
-    });
-    for (const name of Object.keys(this.view.shows)) element(`show-${name}`).onclick = () => this.toggle(name);
-    element("critical").onclick = () => this.toggleCritical();
-    element("theme").onclick = () => this.toggleTheme();
-    element("whole").onclick = () => this.whole();
-    element("help").onclick = () => element("keys").showModal();
-  }
-
-  key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || element("keys").open) return;
-    if (["INPUT", "SELECT"].includes(event.target.tagName) || (event.target.tagName === "BUTTON" && event.key === "Enter")) return;
-    const { view } = this, page = this.painter.height - AXIS;
-    const keys = {
-      ArrowLeft: () => (event.shiftKey && view.chosen ? this.neighbour(-1) : view.pan(-0.15)),
-      ArrowRight: () => (event.shiftKey && view.chosen ? this.neighbour(1) : view.pan(0.15)),
-      ArrowUp: () => this.scrollBy(-40),
-      ArrowDown: () => this.scrollBy(40),
-      PageUp: () => this.scrollBy(-page),
-      PageDown: () => this.scrollBy(page),
-      a: () => view.pan(-0.15),
-      d: () => view.pan(0.15),
-      w: () => view.zoom(0.7),
-      s: () => view.zoom(1 / 0.7),
-      "+": () => view.zoom(0.7),
-      "=": () => view.zoom(0.7),
-      "-": () => view.zoom(1 / 0.7),
-      Home: () => this.whole(),
-      0: () => this.whole(),
-      "/": () => element("search").focus(),
-      n: () => this.next(1),
-      N: () => this.next(-1),
-      c: () => this.toggleCritical(),
-      b: () => this.toggle("causes"),
-      m: () => this.toggle("memory"),
-      k: () => this.toggle("components"),
-      e: () => this.toggle("messages"),
-      r: () => this.toggle("collectives"),
-      g: () => this.toggle("groups"),
-      o: () => this.header.timelines.length > 1 && this.toggle("own"),
-      f: () => this.foldAll(),
-      F: () => view.chosen && this.fold(this.chosenEntry.ranks[this.chosenEntry.rank[view.chosen[1]]]),
-      t: () => this.toggleTheme(),
-      "?": () => element("keys").showModal(),
-      "[": () => view.chosen && this.goTo(lastWait(this.chosenEntry, view.chosen[1])),
-      "]": () => view.chosen && this.goTo(heldUp(this.chosenEntry, view.chosen[1])),
-      Enter: () => view.chosen === null && this.chooseFirst(),
-      Escape: () => {
-        view.chosen = null;
-        view.critical = false;
-        this.say();
-      },
-    };
-    const act = keys[event.key];
-    if (!act) return;
-    event.preventDefault();
-    act();
-    this.redraw();
   }
 
   get chosenEntry() {
@@ -378,7 +254,7 @@ class Page {
       tip.hidden = true;
       return;
     }
-    const lines = at.time === undefined ? this.words(at.row.entry, at.ref) : this.memoryWords(at.row, at.time);
+    const lines = at.time === undefined ? this.words(at.row.entry, at.ref) : memoryWordsOf(this.header, at.row, at.time);
     tip.replaceChildren(...lines.map((line) => Object.assign(document.createElement("div"), { textContent: line })));
     tip.hidden = false;
     const { width, height } = tip.getBoundingClientRect();
@@ -386,56 +262,8 @@ class Page {
     tip.style.top = `${y + 18 + height > this.painter.height ? y - height - 10 : y + 18}px`;
   }
 
-  // What is said of a span, or of an idle time (ref below 0), line by line.
   words(entry, ref) {
-    const { header } = this, time = (seconds) => formatTime(header, seconds);
-    const where = (span) => `${token(header, entry, span)} on rank ${entry.ranks[entry.rank[span]]}`;
-    if (ref < 0) {
-      const gap = -1 - ref, cause = Object.keys(header.causes)[entry.gap_cause[gap]], span = entry.gap_span[gap];
-      return [
-        `idle for ${time(entry.gap_end[gap] - entry.gap_start[gap])}: ${causeIn(entry, cause)}`,
-        ...(isUnexplained(entry, cause) ? [] : [header.cause_words[cause]]),
-        `from ${fromTo(header, entry.gap_start[gap], entry.gap_end[gap])} on rank ${entry.ranks[entry.gap_rank[gap]]}`,
-        ...(span >= 0 ? [`${cause === "end" ? "until the end of" : "for"} ${where(span)}`] : []),
-      ];
-    }
-    const kind = header.kinds[entry.kind[ref]], lines = [];
-    const what = kind === "OVERLAP_F_B" ? "a forward and a backward together" : (header.names[kind] ?? kind);
-    lines.push(`${token(header, entry, ref)}: ${what}, ${time(entry.end[ref] - entry.start[ref])}`);
-    lines.push(`from ${fromTo(header, entry.start[ref], entry.end[ref])} on rank ${entry.ranks[entry.rank[ref]]}, lane ${entry.lanes[entry.lane[ref]].name}`);
-    const last = lastWait(entry, ref);
-    if (last >= 0) lines.push(`waited last for ${where(last)}, until ${time(entry.end[last])}`);
-    const other = counterpart(header, entry, ref);
-    if (other === NOWHERE) lines.push(`${header.timelines[1 - entry.number].label} has no such action on this lane`);
-    if (other >= 0) {
-      const theirs = header.timelines[1 - entry.number];
-      const own = entry.end[ref] - entry.start[ref], length = theirs.end[other] - theirs.start[other];
-      const change = length > 0 ? `, here ${signed((100 * (own - length)) / length)}%` : "";
-      lines.push(`${theirs.label}: ${time(length)} from ${time(theirs.start[other])}${change}`);
-      const before = otherBefore(header, entry, ref);
-      if (before) lines.push(`there ${before}`);
-    }
-    for (const finding of entry.findings) if (finding.span === ref) lines.push(`${finding.severity}: ${finding.rule}: ${finding.what}`);
-    return lines;
-  }
-
-  // What is said of a rank's memory at a time.
-  memoryWords({ entry, rank, name }, time) {
-    const { header } = this, { lo, hi } = entry.samples[rank], peak = peakOf(entry, rank);
-    let at = -1;
-    for (let i = lo; i < hi && entry.memory_time[i] <= time; i++) at = i;
-    const now = at < 0 ? 0 : entry.memory_bytes[at];
-    const during = peak.span >= 0 ? ` during ${token(header, entry, peak.span)}` : "";
-    const lines = [
-      `rank ${name} holds ${formatHeld(header, now)} at ${formatTime(header, time)}`,
-      `at most ${formatHeld(header, peak.bytes)}${during}, at ${formatTime(header, peak.time)}`,
-    ];
-    const held = at < 0 ? [] : entry.memory_parts.filter((part) => part.bytes[at] > 0);
-    if (held.length) lines.splice(1, 0, `now ${held.map((part) => `${part.name} ${formatBytes(part.bytes[at])}`).join(", ")}`);
-    const parts = Object.entries(entry.components[rank] ?? {}).filter(([, bytes]) => bytes > 0);
-    if (parts.length) lines.push(`then ${parts.map(([part, bytes]) => `${part} ${formatBytes(bytes)}`).join(", ")}`);
-    if (entry.capacity_bytes) lines.push(`usable: ${formatBytes(entry.capacity_bytes)}`);
-    return lines;
+    return wordsOf(this.header, entry, ref);
   }
 
   click(x, y) {
@@ -519,19 +347,6 @@ function swatch(color, text) {
   box.style.background = color;
   item.append(box, text);
   return item;
-}
-
-// What a simulated step leaves to other replicas of its ranks, no recording explains.
-function causeIn(entry, cause) {
-  return isUnexplained(entry, cause) ? "not explained" : cause;
-}
-
-function isUnexplained(entry, cause) {
-  return cause === "replicas" && entry.source === "measured";
-}
-
-function signed(number) {
-  return `${number >= 0 ? "+" : ""}${number.toFixed(1)}`;
 }
 
 begin();
