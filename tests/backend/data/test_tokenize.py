@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.disks import full_disk
 from helpers.plans import plan as plan_of
 from helpers.tokenizers import bpe_tokenizer
 from shardproof.backend.data import pieces, tokenizing
@@ -181,6 +182,20 @@ def test_what_cannot_be_tokenized_ends_with_2_and_leaves_what_was_there(content,
     assert message in captured.err and captured.out == ""
     path.unlink()
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before and len(before) == 3
+
+
+@pytest.mark.parametrize("size", [5_000, 2_000_000])
+def test_a_full_disk_leaves_what_was_there(size, tmp_path, capsys):
+    """A text that stays in the buffer until the end, and one that does not."""
+    (tmp_path / "tokens.bin").write_text("before")
+    (tmp_path / "text.txt").write_text("a" * size)
+    args = ["tokenize", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "-o", str(tmp_path / "tokens")]
+    with full_disk(4096):
+        code = main(args)
+    assert code == 2
+    assert f"-o {tmp_path}/tokens cannot be written: File too large. Make room" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["text.txt", "tokens.bin"]
+    assert (tmp_path / "tokens.bin").read_text() == "before"
 
 
 def test_a_text_that_is_not_utf_8_is_no_text_for_a_tokenizer_but_for_bytes(tmp_path, tokenizer, capsys):
