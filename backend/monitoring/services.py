@@ -19,8 +19,8 @@ OVER_RANKS = ("least", "middle", "most")
 
 
 def check_services(plan: AnyPlan) -> None:
-    """Raises `MissingExtraError` where the plan asks for a program whose package is not installed, and `PlanError` where
-    it names a folder that cannot be written to."""
+    """Raises `MissingExtraError` where the plan asks for a program whose package is not installed, and `PlanError`
+    where it names a folder that cannot be written to."""
     if plan.log.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise MissingExtraError(
             f"log.tensorboard={plan.log.tensorboard!r} needs the package tensorboard, which is not installed. Run "

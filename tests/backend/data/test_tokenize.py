@@ -157,6 +157,7 @@ def test_ids_become_text_by_the_tokenizer_of_the_data_or_of_the_model(jsonl, tok
     ("content", "args", "message"),
     [
         (b'{"text": "a"}\n{"body": "b"}\n', [], "byte 14 has no text under 'text': it has the keys 'body'"),
+        (b'{"text": "a"}\n{"text": 5}\n', [], "byte 14 has no text under 'text': it has 5 there"),
         (b'{"text": "a"}\n[1]\n', [], "byte 14 has no text under 'text': it is no object"),
         (b'{"text": "a"}\n{"text": \n', [], "byte 14: this is not JSON"),
         (b'{"text": "\xff"}\n', [], "byte 0 is no text in UTF-8"),
