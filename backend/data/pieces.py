@@ -124,7 +124,7 @@ def _between_blank_lines(content: bytes) -> Iterator[bytes]:
 
 def _under(key: str, line: bytes, where: str) -> bytes:
     try:
-        text = line.decode()
+        text = line.decode("utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError as error:
         raise FileError(f"{where} is no text in UTF-8: {error.reason}. Convert the file first.") from None
     value = parse_json(text, where)

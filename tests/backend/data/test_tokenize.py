@@ -79,6 +79,12 @@ def test_jsonl_lines_become_the_ids_that_the_library_gives(jsonl, tokenizer, tmp
     assert (tmp_path / "out.tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
 
 
+def test_the_mark_that_editors_put_before_jsonl_is_no_part_of_it(tmp_path, capsys):
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\r\n\r\n{"text": "c"}\r\n')
+    _, file = tokenize(capsys, tmp_path / "marked.jsonl", "--tokenizer", "bytes", "-o", tmp_path / "out")
+    assert bytes(file.ids.tolist()) == b"abc" and file.index.lengths.tolist() == [2, 1]
+
+
 def test_documents_end_with_a_token_that_is_asked_for(jsonl, tokenizer, tmp_path, capsys):
     end = json.loads((tokenizer / "tokenizer.json").read_text())["added_tokens"][0]["id"]
     _, file = tokenize(capsys, jsonl, "--tokenizer", tokenizer, "-o", tmp_path / "a", "--append-eod")
