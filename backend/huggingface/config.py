@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ...core.base.errors import PlanError
+from ...core.base.units import format_bytes
 from ...core.model.huggingface import model_from_config
 from ...core.model.huggingface_config import NAMES, TRAINING_FIELDS, config_of
 from ...core.model.model import ModelSpec
@@ -40,6 +42,16 @@ def check_save(plan: Plan, path: str) -> None:
     if folder.is_dir() and (found := sorted(filter(_of_a_model, folder.iterdir()), reverse=True)):
         raise PlanError(
             f"save_huggingface={path!r} holds a model already ({found[0].name}). Give a folder that is new or empty."
+        )
+
+
+def check_room(plan: Plan, path: str) -> None:
+    """Raises `PlanError` where the disk of the folder `path`, whose parent is there, has no room for the weights."""
+    needed = plan.num_parameters * (4 if plan.precision.dtype == "fp32" else 2)
+    if (free := shutil.disk_usage(Path(path).parent).free) < needed:
+        raise PlanError(
+            f"save_huggingface={path!r}: the weights have {format_bytes(needed)}, and {format_bytes(free)} are free "
+            "there. Make room, or give a folder on another disk."
         )
 
 

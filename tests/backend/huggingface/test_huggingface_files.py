@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from helpers.disks import full_disk
 from helpers.plans import product_plan
 from shardproof.backend.gradients.parameter import initial_shard
-from shardproof.backend.huggingface.config import check_load, check_save, config_to_write
+from shardproof.backend.huggingface.config import check_load, check_room, check_save, config_to_write
 from shardproof.backend.huggingface.files import file_layouts
 from shardproof.backend.huggingface.folder import Folder
 from shardproof.backend.huggingface.load import load_weights
@@ -429,6 +429,13 @@ def test_where_a_model_cannot_be_saved_is_known_before_training(tmp_path):
     squared = ModelSpec("squared", 2, 48, 52, 4, 4, 12, 101, 64, activation="relu_squared")
     with pytest.raises(ModelError, match=r"is of no family .* closest is llama, but for activation='relu_squared'"):
         check_save(plan_of(squared), str(tmp_path / "new"))
+
+
+def test_weights_that_no_disk_holds_are_refused_before_training(tmp_path):
+    check_room(plan_of(LLAMA), str(tmp_path / "new"))
+    huge = replace(LLAMA, num_layers=10_000, hidden_size=2**18, ffn_hidden_size=2**24)
+    with pytest.raises(PlanError, match=r"weights have .* are free there\. Make room"):
+        check_room(plan_of(huge), str(tmp_path / "new"))
 
 
 def test_a_disk_without_room_is_seen_before_a_weight_is_written(tmp_path):
