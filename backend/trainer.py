@@ -23,7 +23,7 @@ from .base.measured_peak import MeasuredPeak
 from .base.urls import place_of
 from .checkpoint.resume import resumption
 from .data.vocabulary import other_tokens
-from .huggingface.config import check_load, check_save
+from .huggingface.config import check_load, check_room, check_save
 from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, set_up_within, torchrun_transport, under_torchrun
 from .memory_check import check_memory
@@ -184,6 +184,7 @@ class Trainer:
             check_load(part)
         if save_huggingface is not None:
             check_save(only_model(plan, "save_huggingface"), save_huggingface)
+            check_room(only_model(plan, "save_huggingface"), save_huggingface)
         check_place(plan)
         check_services(plan)
         self.plan = plan

@@ -4,6 +4,7 @@ tried again, some times, with growing pauses. Needs no torch; fsspec is imported
 
 from __future__ import annotations
 
+import os
 import posixpath
 import time
 from collections.abc import Callable, Iterator
@@ -182,11 +183,23 @@ def place_of(text: str) -> Place:
 
 
 def check_writable(place: Place, key: str) -> None:
-    """Raises `PlanError` for a URL that only gives, with the `key` of the plan that has it."""
-    if isinstance(place, UrlPath) and place.protocol in READ_ONLY:
+    """Raises `PlanError`, with the `key` of the plan that has it, for a URL that only gives, and for a folder that is a
+    file, or that this user can neither write to nor make."""
+    if isinstance(place, UrlPath):
+        if place.protocol in READ_ONLY:
+            raise PlanError(
+                f"{key}={place.url!r} cannot be written to: {place.protocol} is read-only here. Use s3://, gs://, "
+                "file:// or a folder."
+            )
+        return
+    there = next(each for each in (place, *place.absolute().parents) if each.exists())
+    if not there.is_dir():
         raise PlanError(
-            f"{key}={place.url!r} cannot be written to: {place.protocol} is read-only here. Use s3://, gs://, file:// "
-            "or a folder."
+            f"{key}={str(place)!r}{'' if there == place else f': {there}'} is a file. Give a folder, which may be new."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PlanError(
+            f"{key}={str(place)!r} cannot be written to: {there} is read-only, or of another user. Give another folder."
         )
 
 

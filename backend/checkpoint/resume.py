@@ -86,8 +86,6 @@ def resumption(plan: AnyPlan, *, resume: bool) -> Resumption | None:
         return None
     folder = place_of(plan.checkpoint.folder)
     check_writable(folder, "checkpoint.folder")
-    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
-        raise PlanError(f"checkpoint.folder={str(folder)!r} is a file. Give a folder, which may be new.")
     if not (found := saved_in(folder)):
         return None
     saved = found[-1]

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
+from ...core.base.bounds import shown
 from ...core.base.errors import FileError
 from ...core.base.parsing import parse_json
 
@@ -123,12 +124,22 @@ def _between_blank_lines(content: bytes) -> Iterator[bytes]:
 
 def _under(key: str, line: bytes, where: str) -> bytes:
     try:
-        text = line.decode()
+        text = line.decode("utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError as error:
         raise FileError(f"{where} is no text in UTF-8: {error.reason}. Convert the file first.") from None
     value = parse_json(text, where)
     found = value.get(key) if isinstance(value, dict) else None
     if not isinstance(found, str):
-        has = f"has the keys {', '.join(map(repr, list(value)[:8]))}" if isinstance(value, dict) else "is no object"
-        raise FileError(f"{where} has no text under {key!r}: it {has}. Use --key, or leave the line out.")
+        raise FileError(
+            f"{where} has no text under {key!r}: it {_holds(value, key)}. Use --key, or leave the line out."
+        )
     return found.encode()
+
+
+def _holds(value: Any, key: str) -> str:
+    """What a line of JSON has in place of a text, for people."""
+    if not isinstance(value, dict):
+        return "is no object"
+    if key in value:
+        return f"has {shown(value[key])} there"
+    return f"has the keys {', '.join(map(repr, list(value)[:8]))}"

@@ -126,11 +126,11 @@ class Stream:
         num_windows = (len(self.ids) - 1) // sequence
         if num_windows < 1:
             unit = "tokens (bytes)" if self.in_memory else "tokens"
+            most = len(self.ids) - 1
             raise PlanError(
                 f"train.data={self.name!r} has {len(self.ids)} {unit} for {self.what}, fewer than the {sequence + 1} "
-                "of one sample "
-                f"at batch.sequence={sequence}. Use a longer text, or batch.sequence of at most "
-                f"{max(len(self.ids) - 1, 0)}."
+                f"of one sample at batch.sequence={sequence}. Use a longer text"
+                + (f", or batch.sequence of at most {most}." if most > 0 else ".")
             )
         return num_windows
 

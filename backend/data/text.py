@@ -59,11 +59,21 @@ def _documents(path: Place, cache: UrlCache) -> list[bytes]:
     elif path.is_file():
         files = (path,)
     else:
-        raise PlanError(
-            f"train.data={str(path)!r} is no file and no folder (looked in {Path.cwd()}). Use a text "
-            f"file, or {STDLIB!r}."
-        )
+        raise PlanError(f"train.data={str(path)!r} is no file and no folder (looked in {Path.cwd()}). {_meant(path)}")
     return _read(path, files, cache)
+
+
+def _meant(path: Path) -> str:
+    """What to do about a name of nothing."""
+    if path.with_name(f"{path.name}.bin").is_file():
+        return (
+            f"{path.name}.bin is there and {path.name}.idx is not: copy it too, or where it never had one name "
+            f"{path.name}.bin."
+        )
+    if path.with_name(f"{path.name}.idx").is_file():
+        return f"{path.name}.idx is there and {path.name}.bin is not: copy it too."
+    blend = ", or pairs of a weight and a name such as '0.3 news 0.7 books'" if " " in path.name else ""
+    return f"Use a text file, or {STDLIB!r}{blend}."
 
 
 def _below(folder: UrlPath) -> list[UrlPath]:

@@ -21,7 +21,8 @@ from .tokenizer_record import TokenizerRecord, record_path, tokenizer_path
 class TokenWriter:
     """Ids and lengths of documents, one after another, into files that have other names until `finish`."""
 
-    def __init__(self, file: BinaryIO, dtype: np.dtype):
+    def __init__(self, prefix: str, file: BinaryIO, dtype: np.dtype):
+        self._prefix = prefix
         self._file = file
         self._dtype = dtype
         self._lengths: list[np.ndarray] = []
@@ -30,7 +31,8 @@ class TokenWriter:
 
     def add(self, ids: bytes, lengths: np.ndarray) -> None:
         """Writes the ids of some documents of `lengths` tokens, int32 [documents]."""
-        self._file.write(ids)
+        with _named(self._prefix):
+            self._file.write(ids)
         self._lengths.append(lengths)
         self.num_documents += len(lengths)
         self.num_tokens += int(lengths.sum(dtype=np.int64))
@@ -56,38 +58,53 @@ def writing(prefix: str, dtype: np.dtype, record: TokenizerRecord, tokenizer: Pa
         raise FileError(
             f"-o {prefix} is the name of another file or folder, which train.data={prefix} would mean. Name another."
         )
-    with _private_folder(path) as folder:
+    with _private_folder(prefix, path) as folder:
         tokens, index, about, copy = (folder / name for name in ("bin", "idx", "record", "tokenizer"))
         with tokens.open("wb") as file:
-            writer = TokenWriter(file, dtype)
+            writer = TokenWriter(prefix, file, dtype)
             yield writer
-            _sync(file)
-        with index.open("wb") as file:
-            writer.write_index(file)
-            _sync(file)
-        about.write_text(record.to_json())
-        if tokenizer is not None:
-            copy.write_bytes(tokenizer.read_bytes())
-        path.unlink(missing_ok=True)
-        about.replace(record_path(path))
-        if tokenizer is not None:
-            copy.replace(tokenizer_path(path))
-        else:
-            tokenizer_path(path).unlink(missing_ok=True)
-        index.replace(path.with_suffix(".idx"))
-        tokens.replace(path)
+            with _named(prefix):
+                _sync(file)
+        with _named(prefix):
+            with index.open("wb") as file:
+                writer.write_index(file)
+                _sync(file)
+            about.write_text(record.to_json())
+            if tokenizer is not None:
+                copy.write_bytes(tokenizer.read_bytes())
+            path.unlink(missing_ok=True)
+            about.replace(record_path(path))
+            if tokenizer is not None:
+                copy.replace(tokenizer_path(path))
+            else:
+                tokenizer_path(path).unlink(missing_ok=True)
+            index.replace(path.with_suffix(".idx"))
+            tokens.replace(path)
 
 
 @contextlib.contextmanager
-def _private_folder(path: Path) -> Iterator[Path]:
+def _private_folder(prefix: str, path: Path) -> Iterator[Path]:
     """A new folder next to a file, hidden, which is removed with all that is left in it. Its name is known before it is
     made, so that no interruption leaves it."""
     folder = path.with_name(f".{path.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        folder.mkdir()
+        with _named(prefix):
+            folder.mkdir()
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _named(prefix: str) -> Iterator[None]:
+    """Turns what a disk refuses to take into a `FileError` about -o."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(
+            f"-o {prefix} cannot be written: {error.strerror}. Make room or name another place; what was there is as "
+            "it was."
+        ) from error
 
 
 def _sync(file: BinaryIO) -> None:

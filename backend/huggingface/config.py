@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ...core.base.errors import PlanError
+from ...core.base.units import format_bytes
 from ...core.model.huggingface import model_from_config
 from ...core.model.huggingface_config import NAMES, TRAINING_FIELDS, config_of
 from ...core.model.model import ModelSpec
 from ...core.plan.plan import Plan
-from .folder import Folder
+from ..base.urls import check_writable
+from .folder import INDEX, Folder
 from .stored import StoredFolder, is_stored
 
 
@@ -35,12 +38,26 @@ def check_save(plan: Plan, path: str) -> None:
         raise PlanError(f"save_huggingface={path!r} is a file. Give a folder that is new or empty.")
     if not folder.parent.is_dir():
         raise PlanError(f"save_huggingface={path!r}: there is no folder {str(folder.parent)!r}. Make it first.")
-    if folder.is_dir() and (
-        found := next((file for file in sorted(folder.iterdir()) if file.suffix == ".safetensors"), None)
-    ):
+    check_writable(folder, "save_huggingface")
+    if folder.is_dir() and (found := sorted(filter(_of_a_model, folder.iterdir()), reverse=True)):
         raise PlanError(
-            f"save_huggingface={path!r} holds a model already ({found.name}). Give a folder that is new or empty."
+            f"save_huggingface={path!r} holds a model already ({found[0].name}). Give a folder that is new or empty."
         )
+
+
+def check_room(plan: Plan, path: str) -> None:
+    """Raises `PlanError` where the disk of the folder `path`, whose parent is there, has no room for the weights."""
+    needed = plan.num_parameters * (4 if plan.precision.dtype == "fp32" else 2)
+    if (free := shutil.disk_usage(Path(path).parent).free) < needed:
+        raise PlanError(
+            f"save_huggingface={path!r}: the weights have {format_bytes(needed)}, and {format_bytes(free)} are free "
+            "there. Make room, or give a folder on another disk."
+        )
+
+
+def _of_a_model(file: Path) -> bool:
+    """Whether saving would write over a file, or leave another model's weights next to it."""
+    return file.suffix == ".safetensors" or file.name in ("config.json", INDEX)
 
 
 def config_to_write(plan: Plan) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,12 @@ class FileLayout:
     num_bytes: int
 
     def create(self, path: Path) -> None:
-        """Writes the header and makes the file as long as it will be."""
+        """Writes the header and makes the file as long as it will be, all of it on the disk: who writes to a mapped
+        file for which there is no room is killed. Raises `OSError` where there is none."""
         with path.open("wb") as file:
             file.write(self.header)
-            file.truncate(self.num_bytes)
+            file.flush()
+            os.posix_fallocate(file.fileno(), 0, self.num_bytes)
 
     def open(self, path: Path) -> OpenFile:
         """The file, which was created there, for writing into."""

@@ -13,6 +13,7 @@ import torch
 
 from ...core.base.errors import PlanError, named
 from ...core.base.files import write_text
+from ...core.base.units import format_bytes
 from ...core.model.parameters import expert_biases
 from ...core.plan.plan import Plan
 from ..data.tokenizer_files import tokenizer_files
@@ -46,9 +47,7 @@ def save_weights(
     folder, leads = Path(path), world.rank == 0
     partial = {layout: folder / f"{layout.name}.partial" for layout in layouts}
     if leads:
-        folder.mkdir(exist_ok=True)
-        for layout, file in partial.items():
-            layout.create(file)
+        _create(folder, partial)
     world.barrier()
     _write(_owned(list(shards), world, device), places, partial)
     world.barrier()
@@ -61,6 +60,22 @@ def save_weights(
             shutil.copyfile(file, folder / name)
         write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     world.barrier()
+
+
+def _create(folder: Path, files: Mapping[FileLayout, Path]) -> None:
+    """Makes the folder and the files, or none of them. Raises `OSError` where there is no room for them."""
+    try:
+        folder.mkdir(exist_ok=True)
+        for layout, file in files.items():
+            layout.create(file)
+    except OSError as error:
+        for file in files.values():
+            file.unlink(missing_ok=True)
+        size = format_bytes(sum(layout.num_bytes for layout in files))
+        raise OSError(
+            f"the weights were not written to {folder}: {error.strerror}, and they have {size}. Make room, or save to "
+            "another folder: from a checkpoint --resume writes them without a step more"
+        ) from error
 
 
 def check_complete(plan: Plan, shards: Iterable[Shard], world: Group, device: torch.device) -> None:

@@ -41,13 +41,15 @@ def metrics_file(plan: AnyPlan, otherwise: str | None = None) -> str | None:
 
 
 def check_place(plan: AnyPlan) -> None:
-    """Raises `PlanError` where `log.file` cannot be the file of metrics: its folder is missing, or it holds something
-    else, which a run would write over."""
+    """Raises `PlanError` where `log.file` cannot be the file of metrics: its folder is missing or cannot be written to,
+    or it holds something else, which a run would write over."""
     if plan.log.file is None:
         return
     path = Path(plan.log.file)
     if not path.parent.is_dir():
         raise PlanError(f"log.file={plan.log.file!r} lies in a folder that is not there. Make it, or give another.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PlanError(f"log.file={plan.log.file!r} cannot be written: it is read-only, or its folder. Give another.")
     if path.exists() and not _holds_metrics(path):
         raise PlanError(f"log.file={plan.log.file!r} holds something else than metrics. Give another file.")
 

@@ -10,6 +10,7 @@ from typing import Any
 from ...core.base.errors import MissingExtraError
 from ...core.plan.plan import AnyPlan
 from ..base.step_result import StepResult
+from ..base.urls import check_writable, place_of
 from .metrics import Row
 from .writer import Writer
 
@@ -18,12 +19,15 @@ OVER_RANKS = ("least", "middle", "most")
 
 
 def check_services(plan: AnyPlan) -> None:
-    """Raises `MissingExtraError` where the plan asks for a program whose package is not installed."""
+    """Raises `MissingExtraError` where the plan asks for a program whose package is not installed, and `PlanError`
+    where it names a folder that cannot be written to."""
     if plan.log.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise MissingExtraError(
             f"log.tensorboard={plan.log.tensorboard!r} needs the package tensorboard, which is not installed. Run "
             "`pip install 'shardproof[tensorboard]'`."
         )
+    if plan.log.tensorboard is not None:
+        check_writable(place_of(plan.log.tensorboard), "log.tensorboard")
     if plan.log.wandb is not None and importlib.util.find_spec("wandb") is None:
         raise MissingExtraError(
             f"log.wandb={plan.log.wandb!r} needs the package wandb, which is not installed. Run `pip install wandb`."

@@ -7,6 +7,7 @@ step of a plan is one of them. Sources: `get_optimizer_param_scheduler` of `trai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,15 +100,21 @@ def read_length(reading: Reading, size: int | None) -> None:
     if (steps := _quietly(reading, "--train-iters")) is not None:
         reading.put("train.steps", steps, "--train-iters")
     elif (samples := _quietly(reading, "--train-samples")) is not None and size:
-        steps = _steps_of(reading, size, samples)
+        steps = steps_of(_batch(reading, size), samples)
         reading.put("train.steps", steps, "--train-samples", why="samples over the global batches")
 
 
-def _steps_of(reading: Reading, size: int, samples: int) -> int:
-    """Whole steps in so many samples."""
-    batch = _batch(reading, size)
+def steps_of(batch: Batch, samples: int) -> int:
+    """The steps of a run of so many samples, as `update_train_iters` of `training/training.py` counts them: a list of
+    batches goes on until all are taken, and what is no whole batch at the end of others is left out. Not so: where a
+    run ends within its ramp-up, Megatron takes one batch more.
+
+    >>> [steps_of(Batch(8, 1, 16, **more), 42) for more in ({}, {"schedule": "0:4 8:8"}, {"rampup": (4, 4, 9)})]
+    [5, 7, 6]
+    """
     last = [each for each in stretches(batch) if each.first_sample <= samples][-1]
-    return last.first_step + (samples - last.first_sample) // last.size
+    rest = (samples - last.first_sample) / last.size
+    return last.first_step + (math.floor(rest) if batch.schedule is None else math.ceil(rest))
 
 
 def _batch(reading: Reading, size: int) -> Batch:

@@ -12,7 +12,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
@@ -26,6 +25,7 @@ MOST_NAMED = 8
 """Batches that one sentence lists."""
 
 FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?)")
 
 
 @dataclass(frozen=True)
@@ -134,31 +134,32 @@ def _stretch_of(batch: Batch, step: int) -> Stretch:
 
 
 def pairs_of(text: str) -> list[tuple[int, int]]:
-    """The (threshold, batch) pairs of `0:256 1.5M:512`, as written; spaces or commas lie between them, thresholds may
+    """The (threshold, batch) pairs of `0:256 1.5M:1K`, as written; spaces or commas lie between them, both numbers may
     end in K, M, B or T. Raises ValueError, whose text is a sentence about the first that is wrong.
 
-    >>> pairs_of("0:256, 1.5M:512")
-    [(0, 256), (1500000, 512)]
+    >>> pairs_of("0:256, 1.5M:1K")
+    [(0, 256), (1500000, 1000)]
     """
     found = []
     for pair in re.split(r"[\s,]+", text.strip()):
         threshold, colon, size = pair.partition(":")
-        if not colon or not re.fullmatch(r"\d{1,18}", size):
+        if not colon or not NUMBER.fullmatch(size.upper()):
             raise ValueError(f"{shown(pair)} is no pair of a threshold and a batch. Write 0:256 or 1.5M:512, say.")
-        found.append((counted(threshold), int(size)))
+        found.append((counted(threshold), counted(size)))
     return found
 
 
 def counted(text: str) -> int:
-    """Samples or tokens as written: `1.5M` is 1,500,000. Raises ValueError, whose text is a sentence.
+    """Samples or tokens as written: `1.5M` is 1,500,000. The product is one of floats without what is behind the point,
+    as Megatron-Core has it: its 4.1M are 4,099,999. Raises ValueError, whose text is a sentence.
 
     >>> [counted(text) for text in ("1.5M", "2k", "0", "3T")]
     [1500000, 2000, 0, 3000000000000]
     """
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?)", text.strip().upper())
+    match = NUMBER.fullmatch(text.strip().upper())
     if match is None:
         raise ValueError(f"{shown(text)} is no number of samples or tokens. Write 200000 or 1.5M, say.")
-    return int(Fraction(match[1]) * FACTORS[match[2]])
+    return int(float(match[1]) * FACTORS[match[2]])
 
 
 def complaints(batch: Batch) -> list[str]:

@@ -57,17 +57,16 @@ def data_from(folder: Path, text: str) -> str:
     )
 
 
-def split_of(text: str) -> tuple[Fraction, Fraction, Fraction]:
-    """The shares of training, validation and test data, which add up to 1, of `949,50,1`, as Megatron's `--split` has
-    them; those that are not given are 0. Raises `ValueError` where it is no such text."""
+def split_of(text: str) -> tuple[float, float, float]:
+    """The shares of training, validation and test data, which add up to 1 but for rounding, of `949,50,1`, as
+    Megatron's `--split` has them; those that are not given are 0. Raises `ValueError` where it is no such text."""
     given = [_weight(word.strip()) for word in text.split(",")]
     if not 1 <= len(given) <= 3 or any(share is None or share < 0 for share in given):
         raise ValueError("it is one to three numbers with commas between them, none below 0")
-    shares = [share for share in given if share is not None]
-    if not sum(shares):
+    train, validation, test = [*(float(share) for share in given if share is not None), 0.0, 0.0][:3]
+    if not (whole := train + validation + test):
         raise ValueError("its numbers add up to 0")
-    train, validation, test = [share / sum(shares) for share in (*shares, Fraction(0), Fraction(0))[:3]]
-    return train, validation, test
+    return train / whole, validation / whole, test / whole
 
 
 def _from(folder: Path, name: str) -> str:

@@ -493,6 +493,8 @@ def test_folders_that_a_run_cannot_use_are_reported_before_it_starts(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="is a file"):
         Trainer(tiny(tmp_path / "file"))
+    with pytest.raises(PlanError, match=r"checkpoint\.folder='.*/file/run': .*/file is a file"):
+        Trainer(tiny(tmp_path / "file" / "run"))
     with pytest.raises(PlanError, match=r"keep=2 is about checkpoints, but there is no folder"):
         tiny(checkpoint=Checkpoint(keep=2))
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardproof.backend.data.blend import MOST_SHARES, Blend, choices, shares_of
 from shardproof.backend.data.corpus import Corpus
 from shardproof.backend.data.order import keyed, shuffled
+from shardproof.backend.data.splits import bounds
 from shardproof.core.base.errors import PlanError
 from shardproof.core.plan.data_names import data_from, named_data, split_of
 from shardproof.core.plan.plan import Plan
@@ -136,8 +137,16 @@ def test_shares_that_mean_nothing_are_refused(train, message):
 
 
 def test_split_is_megatrons():
-    assert split_of("949,50,1") == (Fraction(949, 1000), Fraction(50, 1000), Fraction(1, 1000))
-    assert split_of("9, 1") == (Fraction(9, 10), Fraction(1, 10), 0)
+    assert split_of("949,50,1") == (0.949, 0.05, 0.001)
+    assert split_of("9, 1") == (0.9, 0.1, 0)
+
+
+@pytest.mark.parametrize(
+    "text, count, expected", [("70,20,10", 15, (10, 13)), ("70,20,10", 95, (66, 85)), ("1,1", 7, (4, 7))]
+)
+def test_documents_are_cut_where_megatrons_sums_of_floats_are(text, count, expected):
+    """Its `normalize` and `convert_split_vector_to_split_matrix` as in v0.15: 0.9 of 15 would be 14."""
+    assert bounds(split_of(text), count) == expected
 
 
 # a corpus of several

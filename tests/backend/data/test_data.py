@@ -121,6 +121,16 @@ def test_missing_empty_and_short_data_are_plan_errors_that_say_what_would_work(t
         PlanError, match=r"train.data='no/such' is no file and no folder .* Use a text file, or 'python-stdlib'"
     ):
         Corpus.load("no/such")
+    with pytest.raises(
+        PlanError, match=r"'python-stdlib', or pairs of a weight and a name such as '0.3 news 0.7 books'"
+    ):
+        Corpus.load("0.3 news 0.7")
+    for there, lacking in (("bin", "idx"), ("idx", "bin")):
+        (tmp_path / f"half-{there}.{there}").touch()
+        with pytest.raises(
+            PlanError, match=rf"half-{there}\.{there} is there and half-{there}\.{lacking} is not: copy it"
+        ):
+            Corpus.load(str(tmp_path / f"half-{there}"))
     with pytest.raises(PlanError, match="holds no text: 0 files, 0 bytes"):
         (tmp_path / "empty").mkdir()
         Corpus.load(str(tmp_path / "empty"))

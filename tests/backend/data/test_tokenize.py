@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.disks import full_disk
 from helpers.plans import plan as plan_of
 from helpers.tokenizers import bpe_tokenizer
 from shardproof.backend.data import pieces, tokenizing
@@ -76,6 +77,12 @@ def test_jsonl_lines_become_the_ids_that_the_library_gives(jsonl, tokenizer, tmp
     assert report["num_documents"] == 3 and file.record.vocab_size == library.get_vocab_size()
     assert file.record.digest == tokenizer_digest(tokenizer / "tokenizer.json")
     assert (tmp_path / "out.tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+
+
+def test_the_mark_that_editors_put_before_jsonl_is_no_part_of_it(tmp_path, capsys):
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\r\n\r\n{"text": "c"}\r\n')
+    _, file = tokenize(capsys, tmp_path / "marked.jsonl", "--tokenizer", "bytes", "-o", tmp_path / "out")
+    assert bytes(file.ids.tolist()) == b"abc" and file.index.lengths.tolist() == [2, 1]
 
 
 def test_documents_end_with_a_token_that_is_asked_for(jsonl, tokenizer, tmp_path, capsys):
@@ -156,6 +163,7 @@ def test_ids_become_text_by_the_tokenizer_of_the_data_or_of_the_model(jsonl, tok
     ("content", "args", "message"),
     [
         (b'{"text": "a"}\n{"body": "b"}\n', [], "byte 14 has no text under 'text': it has the keys 'body'"),
+        (b'{"text": "a"}\n{"text": 5}\n', [], "byte 14 has no text under 'text': it has 5 there"),
         (b'{"text": "a"}\n[1]\n', [], "byte 14 has no text under 'text': it is no object"),
         (b'{"text": "a"}\n{"text": \n', [], "byte 14: this is not JSON"),
         (b'{"text": "\xff"}\n', [], "byte 0 is no text in UTF-8"),
@@ -181,6 +189,20 @@ def test_what_cannot_be_tokenized_ends_with_2_and_leaves_what_was_there(content,
     assert message in captured.err and captured.out == ""
     path.unlink()
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before and len(before) == 3
+
+
+@pytest.mark.parametrize("size", [5_000, 2_000_000])
+def test_a_full_disk_leaves_what_was_there(size, tmp_path, capsys):
+    """A text that stays in the buffer until the end, and one that does not."""
+    (tmp_path / "tokens.bin").write_text("before")
+    (tmp_path / "text.txt").write_text("a" * size)
+    args = ["tokenize", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "-o", str(tmp_path / "tokens")]
+    with full_disk(4096):
+        code = main(args)
+    assert code == 2
+    assert f"-o {tmp_path}/tokens cannot be written: File too large. Make room" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["text.txt", "tokens.bin"]
+    assert (tmp_path / "tokens.bin").read_text() == "before"
 
 
 def test_a_text_that_is_not_utf_8_is_no_text_for_a_tokenizer_but_for_bytes(tmp_path, tokenizer, capsys):

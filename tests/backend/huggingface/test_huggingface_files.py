@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.disks import full_disk
 from helpers.plans import product_plan
 from shardproof.backend.gradients.parameter import initial_shard
-from shardproof.backend.huggingface.config import check_load, check_save, config_to_write
+from shardproof.backend.huggingface.config import check_load, check_room, check_save, config_to_write
 from shardproof.backend.huggingface.files import file_layouts
 from shardproof.backend.huggingface.folder import Folder
 from shardproof.backend.huggingface.load import load_weights
@@ -20,7 +21,7 @@ from shardproof.backend.huggingface.names import sources, unused_names
 from shardproof.backend.huggingface.parts import file_shapes, regions
 from shardproof.backend.huggingface.save import save_weights
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
-from shardproof.core.base.errors import ModelError, PlanError
+from shardproof.core.base.errors import ModelError, PlanError, RankFailure
 from shardproof.core.layout.leaves import leaf_sizes
 from shardproof.core.model.huggingface_config import config_of
 from shardproof.core.model.model import ModelSpec
@@ -420,9 +421,31 @@ def test_where_a_model_cannot_be_saved_is_known_before_training(tmp_path):
     folder, _ = written(tmp_path, LLAMA)
     with pytest.raises(PlanError, match=r"holds a model already \(model.safetensors\)"):
         check_save(plan_of(LLAMA), str(folder))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "config.json").write_text("{}")
+    with pytest.raises(PlanError, match=r"holds a model already \(config.json\)"):
+        check_save(plan_of(LLAMA), str(mine))
     squared = ModelSpec("squared", 2, 48, 52, 4, 4, 12, 101, 64, activation="relu_squared")
     with pytest.raises(ModelError, match=r"is of no family .* closest is llama, but for activation='relu_squared'"):
         check_save(plan_of(squared), str(tmp_path / "new"))
+
+
+def test_weights_that_no_disk_holds_are_refused_before_training(tmp_path):
+    check_room(plan_of(LLAMA), str(tmp_path / "new"))
+    huge = replace(LLAMA, num_layers=10_000, hidden_size=2**18, ffn_hidden_size=2**24)
+    with pytest.raises(PlanError, match=r"weights have .* are free there\. Make room"):
+        check_room(plan_of(huge), str(tmp_path / "new"))
+
+
+def test_a_disk_without_room_is_seen_before_a_weight_is_written(tmp_path):
+    """Not by SIGBUS, which ends whoever writes to a mapped file that is not on the disk."""
+    with (
+        full_disk(20_000),
+        pytest.raises(RankFailure, match=r"weights were not written to .*: File too large, and they have .* --resume"),
+    ):
+        written(tmp_path, LLAMA)
+    assert not list(tmp_path.rglob("*.*"))
 
 
 def test_blocks_are_read_without_the_rest_of_the_tensor(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from helpers.plans import training_plan
 from shardproof import Layout, Trainer
 from shardproof.backend.checkpoint.resume import path_of
-from shardproof.core.base.errors import MissingExtraError
+from shardproof.core.base.errors import MissingExtraError, PlanError
 from shardproof.core.base.metrics import read_metrics
 from shardproof.core.plan.log import Log
 from shardproof.core.plan.train import Checkpoint
@@ -55,6 +55,12 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(tmp_path, mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else found(name))
     with pytest.raises(MissingExtraError, match=r"shardproof\[tensorboard\]"):
         Trainer(plan_of(tmp_path, tensorboard="events"))
+
+
+def test_a_folder_of_events_that_is_a_file_is_refused_before_ranks_start(tmp_path):
+    (tmp_path / "events").touch()
+    with pytest.raises(PlanError, match=r"log\.tensorboard='.*events' is a file\. Give a folder"):
+        Trainer(plan_of(tmp_path, tensorboard=str(tmp_path / "events")))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")

@@ -747,6 +747,20 @@ def test_other_optimizers_are_written_and_read_back(optimizer):
     )
 
 
+@pytest.mark.parametrize(
+    "batches, steps",
+    [
+        ("--global-batch-size 8", 5),
+        ("--step-batch-size-schedule 0:4 4096:8", 7),
+        ("--global-batch-size 8 --rampup-batch-size 4 4 9", 6),
+    ],
+)
+def test_samples_are_steps_as_megatron_counts_them(batches, steps):
+    """42 samples: a list of batches goes on until all are taken, others leave out what is no whole batch."""
+    text = f"{RATES}--train-samples 42 {batches}"
+    assert any_plan(imported(text).values, "").train.steps == steps
+
+
 def test_a_list_of_batches_that_has_lost_its_quotes_is_one_list():
     """Megatron's own example gives it in quotes inside an array that it expands without."""
     given = (f"{RATES}--train-iters 9 --step-batch-size-schedule {text}" for text in ('"0:4 1M:8"', "0:4 1M:8"))

@@ -42,6 +42,13 @@ def test_megatron_numbers_with_a_suffix():
     assert [counted(text) for text in given["values"]] == expected
 
 
+def test_a_number_with_a_suffix_is_megatrons_product_of_floats():
+    """`int(float("4.1") * 1_000_000)`, as its `_parse_numeric_value` has it, of batches too."""
+    assert [counted(text) for text in ("4.1M", "2.01k", "8.7T")] == [4099999, 2009, 8699999999999]
+    batch = Batch(1200, 1, 16, schedule="0:0.6K 2.01K:1.2k")
+    assert [batch_after(batch, consumed) for consumed in (2008, 2009)] == [600, 1200]
+
+
 def test_megatron_batches_of_held_out_data():
     given, expected = fact("eval_batch_size")
     for size, verdict in zip(given["eval_global_batch"], expected, strict=True):
