@@ -21,6 +21,8 @@ TRIES = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 """Pauses double from try to try: some 3 s in all before a place is given up."""
 READ_ONLY = frozenset({"http", "https"})
+BUCKETS = frozenset({"s3", "s3a", "gs", "gcs"})
+"""Stores that have no folders, and whose buckets somebody has to make: not a run whose user has mistyped one."""
 
 _FINAL = (
     FileNotFoundError,
@@ -148,7 +150,8 @@ class UrlPath:
         size = file.stat().st_size
 
         def put(system: Any, path: str) -> None:
-            system.makedirs(posixpath.dirname(path), exist_ok=True)
+            if self.protocol not in BUCKETS:
+                system.makedirs(posixpath.dirname(path), exist_ok=True)
             system.put_file(str(file), path)
             system.invalidate_cache()
             if system.size(path) != size:
@@ -183,14 +186,17 @@ def place_of(text: str) -> Place:
 
 
 def check_writable(place: Place, key: str) -> None:
-    """Raises `PlanError`, with the `key` of the plan that has it, for a URL that only gives, and for a folder that is a
-    file, or that this user can neither write to nor make."""
+    """Raises `PlanError`, with the `key` of the plan that has it, for a URL that only gives or whose bucket is not
+    there, and for a folder that is a file, or that this user can neither write to nor make."""
     if isinstance(place, UrlPath):
         if place.protocol in READ_ONLY:
             raise PlanError(
                 f"{key}={place.url!r} cannot be written to: {place.protocol} is read-only here. Use s3://, gs://, "
                 "file:// or a folder."
             )
+        name = place.url.partition("://")[2].partition("/")[0]
+        if place.protocol in BUCKETS and not UrlPath(f"{place.protocol}://{name}").exists():
+            raise PlanError(f"{key}={place.url!r}: there is no bucket {name!r}. Make it first, or mend the name.")
         return
     there = next(each for each in (place, *place.absolute().parents) if each.exists())
     if not there.is_dir():

@@ -78,5 +78,5 @@ def over_budget(number: int, budget_s: float) -> str:
     """What is said when a run has not left in time."""
     return (
         f"{signal.Signals(number).name}: step and checkpoint were not done within checkpoint.stop_budget_s={budget_s:g}"
-        ", so the last checkpoint before it is what --resume goes on from."
+        ", so --resume goes on from the checkpoint before it, if there is one."
     )

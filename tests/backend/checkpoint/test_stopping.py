@@ -77,8 +77,8 @@ def test_a_run_that_cannot_save_in_its_budget_is_ended_and_says_so(start):
     run.wait_for("step 1/")
     assert (run.end(signal.SIGTERM), run.left()) == (143, [])
     assert run.errors.splitlines()[-2:] == [
-        "SIGTERM: step and checkpoint were not done within checkpoint.stop_budget_s=0.001, so the last checkpoint "
-        "before it is what --resume goes on from.",
+        "SIGTERM: step and checkpoint were not done within checkpoint.stop_budget_s=0.001, so --resume goes on "
+        "from the checkpoint before it, if there is one.",
         "shardproof train: ended by SIGTERM.",
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +80,16 @@ def test_a_file_url_is_a_folder_too(tmp_path):
 def test_a_url_that_is_of_no_use_is_refused_before_a_run_starts(folder, words):
     with pytest.raises(PlanError, match=words):
         Trainer(tiny(folder, Layout()), resume=True)
+
+
+def test_a_bucket_that_is_not_there_is_named_and_not_made(way):
+    import s3fs
+
+    with pytest.raises(PlanError, match="there is no bucket .buket"):
+        Trainer(tiny("s3://buket/run", Layout()))
+    with pytest.raises(FileNotFoundError):
+        UrlPath("s3://buket/file").upload(Path(__file__))
+    assert s3fs.S3FileSystem().ls("") == ["bucket"]
 
 
 def test_a_place_that_stays_away_is_given_up_after_some_tries_and_named(monkeypatch):
