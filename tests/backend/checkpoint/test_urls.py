@@ -85,7 +85,7 @@ def test_a_url_that_is_of_no_use_is_refused_before_a_run_starts(folder, words):
 def test_a_bucket_that_is_not_there_is_named_and_not_made(way):
     import s3fs
 
-    with pytest.raises(PlanError, match="there is no bucket .buket"):
+    with pytest.raises(PlanError, match="there is no bucket 'buket'"):
         Trainer(tiny("s3://buket/run", Layout()))
     with pytest.raises(FileNotFoundError):
         UrlPath("s3://buket/file").upload(Path(__file__))
