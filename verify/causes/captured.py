@@ -141,6 +141,7 @@ class Captured:
             axes=axes,
             dtype=_dtype(part, key),
             known=tuple(self._known(key, piece)),
+            elsewhere=self._elsewhere(key),
             shards=self._shards(key),
             of_counts=own_key(self.plan, key).tensor in {each.name for each in expert_biases(part.model)},
         )
@@ -177,8 +178,11 @@ class Captured:
         good = ((each, held) for each, held in self.wrong.pieces.items() if each not in self.differing)
         for other, pieces in [*self.right.pieces.items(), *good]:
             if other != key and (other.step, other.phase) == (key.step, key.phase):
-                words = f"sample {other.sample}" if other.tensor == key.tensor else other.tensor
-                found |= {each.digest: words for each in pieces if each.region == piece.region}
+                is_same = other.tensor == key.tensor
+                words = f"{'' if is_same else other.tensor}{_of_sample(other, key, is_same)}"
+                for each in (each for each in pieces if each.region == piece.region):
+                    if is_same or each.digest not in found:  # residuals give tensors of one layer the same gradient
+                        found[each.digest] = words
         for each in self.wrong.pieces[key]:
             if each.region != piece.region:
                 own = part_of(self._whole(key), each.region)
@@ -206,6 +210,13 @@ class Captured:
                 else (f"{words if stale else 'those'} of sample {other.sample}")
             )
             yield Known("stale" if stale else "permuted", words, self._whole(other), piece.region)
+
+    def _elsewhere(self, key: Key) -> dict[str, np.ndarray]:
+        """The other tensors of the same step and kind; of other samples, all of them are in `_known`."""
+        if key.phase not in (GRADIENT, WEIGHT, OPTIMIZER):
+            return {}
+        same = (each for each in self.right.pieces if (each.step, each.phase) == (key.step, key.phase) and each != key)
+        return {each.tensor: self._whole(each) for each in same if self._has(each)}
 
     # One tensor by what it is made from
 
@@ -324,6 +335,13 @@ class Captured:
         return explained_by_parts(
             plan, piece.global_rank, np.array([right]), np.array([found]), own, scale=scale, dtype="fp32"
         )
+
+
+def _of_sample(other: Key, key: Key, is_same: bool) -> str:
+    """The sample of another tensor, in words, where it has one that is not that of `key`."""
+    if other.sample in (None, key.sample):
+        return ""
+    return f"sample {other.sample}" if is_same else f" of sample {other.sample}"
 
 
 def _rows(plan: Plan, key: Key, piece: Piece) -> dict[str, slice]:
