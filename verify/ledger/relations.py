@@ -299,6 +299,7 @@ def _shifted(found: np.ndarray, differ: np.ndarray, known: Known) -> tuple[Class
     if known.values.ndim > 1:
         shape = known.values.mT.shape
         orders.append((known.values.mT, numbers.reshape(shape).mT))
+    shares: dict[str, float] = {}
     for right, places in orders:
         flat, wrong, here = right.ravel(), found[differ], places[_box(known.region)][differ]
         values, first, count = np.unique(flat, return_index=True, return_counts=True)
@@ -310,9 +311,10 @@ def _shifted(found: np.ndarray, differ: np.ndarray, known: Known) -> tuple[Class
         number = int(by[times.argmax()])
         source = here + number
         inside = (source >= 0) & (source < flat.size)
-        if np.count_nonzero(flat[source[inside]] == wrong[inside]) >= MOST_MOVED * len(wrong):
-            return "permuted", f"{known.words}, {abs(number)} {'further on' if number > 0 else 'before'} in memory"
-    return None
+        share = np.count_nonzero(flat[source[inside]] == wrong[inside]) / len(wrong)
+        shares.setdefault(f"{abs(number)} {'further on' if number > 0 else 'before'} in memory", share)
+    nearest = max(shares, key=lambda words: shares[words], default="")
+    return ("permuted", f"{known.words}, {nearest}") if shares.get(nearest, 0.0) >= MOST_MOVED else None
 
 
 def _box(region: Region) -> tuple[slice, ...]:
