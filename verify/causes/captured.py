@@ -12,6 +12,7 @@ import numpy as np
 
 from ...core.base.digest import Digest, Region, bit_words
 from ...core.model.parameters import expert_biases, parameters
+from ...core.plan.optimizer import STATES
 from ...core.plan.plan import AnyPlan, Plan
 from ..ledger.compare import Difference, own_key
 from ..ledger.ledger import (
@@ -32,15 +33,18 @@ from ..ledger.ledger import (
 from ..ledger.relations import Class, Evidence, Known, Relation, earlier, relate, relate_values
 from ..ledger.summary import summarize
 from ..run.contributions import Contributions, Part
-from ..run.updates import rate_and_decay
+from ..run.updates import Tensors, moments_of, rate_and_decay
 from .axes import likely_axes, wrong_gradients
 from .local_means import explained_by_counts
 from .norms import Squares, Suspects, explained_by_squares
+from .other_updates import explained_by_update
 from .part_groups import rank_of_token
 from .sums import explained_by_columns, explained_by_moved_use, explained_by_narrow_operands, explained_by_parts
 
 MOST_SAMPLES = 16
 LOSSES = "head.losses"
+MOMENTS = tuple(dict.fromkeys(each for states in STATES.values() for each in states))
+"""What updates keep of a parameter, whichever they are."""
 
 
 def context_of(key: Key, reference: RunLedger) -> list[Key]:
@@ -63,6 +67,8 @@ def context_of(key: Key, reference: RunLedger) -> list[Key]:
         :MOST_SAMPLES
     ]
     through = [key._replace(tensor=each) for each in _operands(key)]
+    moments = [key._replace(phase=OPTIMIZER, tensor=f"{key.tensor}.{each}") for each in MOMENTS]
+    through += moments if key.phase == WEIGHT else []
     losses = _losses(key, reference) if key.phase in (GRADIENT, ACTIVATION_GRADIENT) else []
     return [
         each for each in dict.fromkeys((before, after, *older, *others, *through, *losses)) if each in reference.pieces
@@ -284,9 +290,28 @@ class Captured:
             explained = explained or explained_by_moved_use(expected, found, whole, box, scale)
             if explained is not None:
                 return explained
+        if (explained := self._of_another_update(plan, key, piece)) is not None:
+            return explained
         columns = {words: part_of(values, piece.region) for words, values in self._columns(plan, key)}
         extra = {words: (kind, part_of(values, piece.region)) for words, kind, values in self._extra(plan, key)}
         return explained_by_columns(expected, found, columns, extra, dtype=_dtype(plan, key))
+
+    def _of_another_update(self, plan: Plan, key: Key, piece: Piece) -> tuple[Class, str] | None:
+        """A weight, by an update that is not that of its step: from the moments, which say all of the gradient but in
+        an SGD that has none, or adds the gradient to it once more."""
+        parameter = next((each for each in parameters(plan.model) if each.name == key.tensor), None)
+        before = key._replace(step=key.step - 1)
+        if key.phase != WEIGHT or key.step < 0 or parameter is None or not self._has(before):
+            return None
+        names = moments_of(plan, parameter)
+        keys = {each: key._replace(phase=OPTIMIZER, tensor=f"{key.tensor}.{each}") for each in names}
+        if not keys or not all(map(self._has, keys.values())):
+            return None
+        moments = {name: self._whole(each).astype(np.float64) for name, each in keys.items()}
+        old = self._whole(before).astype(np.float64)
+        tensors = Tensors(np.zeros_like(old), old, moments, moments)
+        box = tuple(slice(lo, hi) for lo, hi in piece.region)
+        return explained_by_update(plan, parameter, key.step, tensors, piece.load(), box)
 
     def _columns(self, plan: Plan, key: Key) -> Iterator[tuple[str, np.ndarray]]:
         """What a tensor is the sum of, in words, where it is not recorded as a sum."""

@@ -31,9 +31,9 @@ def takes_a_message_again(patches: Patches) -> None:
             tensor = original(self, action, current)
             if tensor is None or action.kind is not Kind.B or action.stage:
                 return tensor
-            before = last.get(rank_here(), tensor)
+            before = last.get(rank_here())
             last[rank_here()] = tensor.detach().clone()
-            return before.clone() if action.microbatch == 1 else tensor
+            return tensor if before is None or action.microbatch != 1 else before.clone()
 
         return take
 
