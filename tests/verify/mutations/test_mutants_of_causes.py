@@ -4,13 +4,14 @@ named in the words that help."""
 from __future__ import annotations
 
 from helpers.gates import sampled
-from shardproof.verify.mutations import mutants_causes, mutants_experts, mutants_mistaken, mutants_optimizers
+from shardproof.verify.mutations import mutants_causes, mutants_mistaken
+from shardproof.verify.mutations.catalog import chosen
 from shardproof.verify.mutations.run import judge_mutants
 
 MUTANTS = (
     *mutants_causes.MUTANTS,
     *mutants_mistaken.MUTANTS,
-    *(each for each in (*mutants_experts.MUTANTS, *mutants_optimizers.MUTANTS) if each.id in ("XX95", "XX96")),
+    *chosen("XX95,XX96,XX97"),
 )
 WORDS = {
     "XX60": "bit flip: one bit of 1 element flipped (bit 9 of fp32, at [0, 7]).",
@@ -39,6 +40,7 @@ WORDS = {
     "XX94": "0F0, head.losses of sample 0: other values: ",
     "XX95": "0B0, activation gradient layers.1.mlp.norm of sample 0: missing: without the part of the shared experts.",
     "XX96": "0STEP, weight layers.0.attention.norm.weight: doubled: the update twice.",
+    "XX97": "0STEP, scalar grad_norm: order only: the norm of gradients that were rounded to bf16.",
 }
 
 
