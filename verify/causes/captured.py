@@ -347,11 +347,11 @@ class Captured:
         right, found = float(self._whole(key)), float(piece.load())
         if key.tensor == "grad_norm":
             held = {each.tensor: each for each in context_of(key, self.right) if self._has(each)}
-            values = {name: self._whole(each).astype(np.float64) for name, each in held.items()}
-            narrow = math.sqrt(math.fsum(float(np.square(in_bf16(each)).sum()) for each in values.values()))
+            gradients = {name: self._whole(each).astype(np.float64) for name, each in held.items()}
+            narrow = math.sqrt(math.fsum(float(np.square(in_bf16(each)).sum()) for each in gradients.values()))
             if abs(found - narrow) <= 1e-3 * abs(found - right):
                 return "order only", "the norm of gradients that were rounded to bf16"
-            elements = {name: np.square(each) for name, each in values.items()}
+            elements = {name: np.square(each) for name, each in gradients.items()}
             squares = Squares.of_values(
                 elements, {name: self.wrong.pieces.get(each, ()) for name, each in held.items()}
             )
