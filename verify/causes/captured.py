@@ -12,6 +12,7 @@ import numpy as np
 
 from ...core.base.digest import Digest, Region, bit_words
 from ...core.model.parameters import expert_biases, parameters
+from ...core.plan.optimizer import STATES
 from ...core.plan.plan import AnyPlan, Plan
 from ..ledger.compare import Difference, own_key
 from ..ledger.ledger import (
@@ -29,18 +30,21 @@ from ..ledger.ledger import (
     Piece,
     RunLedger,
 )
-from ..ledger.relations import Class, Evidence, Known, Relation, earlier, relate, relate_values
+from ..ledger.relations import Class, Evidence, Known, Relation, earlier, in_bf16, relate, relate_values
 from ..ledger.summary import summarize
 from ..run.contributions import Contributions, Part
-from ..run.updates import rate_and_decay
+from ..run.updates import Tensors, moments_of, rate_and_decay
 from .axes import likely_axes, wrong_gradients
 from .local_means import explained_by_counts
 from .norms import Squares, Suspects, explained_by_squares
+from .other_updates import explained_by_update
 from .part_groups import rank_of_token
 from .sums import explained_by_columns, explained_by_moved_use, explained_by_narrow_operands, explained_by_parts
 
 MOST_SAMPLES = 16
 LOSSES = "head.losses"
+MOMENTS = tuple(dict.fromkeys(each for states in STATES.values() for each in states))
+"""What updates keep of a parameter, whichever they are."""
 
 
 def context_of(key: Key, reference: RunLedger) -> list[Key]:
@@ -63,6 +67,8 @@ def context_of(key: Key, reference: RunLedger) -> list[Key]:
         :MOST_SAMPLES
     ]
     through = [key._replace(tensor=each) for each in _operands(key)]
+    moments = [key._replace(phase=OPTIMIZER, tensor=f"{key.tensor}.{each}") for each in MOMENTS]
+    through += moments if key.phase == WEIGHT else []
     losses = _losses(key, reference) if key.phase in (GRADIENT, ACTIVATION_GRADIENT) else []
     return [
         each for each in dict.fromkeys((before, after, *older, *others, *through, *losses)) if each in reference.pieces
@@ -141,6 +147,7 @@ class Captured:
             axes=axes,
             dtype=_dtype(part, key),
             known=tuple(self._known(key, piece)),
+            elsewhere=self._elsewhere(key),
             shards=self._shards(key),
             of_counts=own_key(self.plan, key).tensor in {each.name for each in expert_biases(part.model)},
         )
@@ -177,8 +184,11 @@ class Captured:
         good = ((each, held) for each, held in self.wrong.pieces.items() if each not in self.differing)
         for other, pieces in [*self.right.pieces.items(), *good]:
             if other != key and (other.step, other.phase) == (key.step, key.phase):
-                words = f"sample {other.sample}" if other.tensor == key.tensor else other.tensor
-                found |= {each.digest: words for each in pieces if each.region == piece.region}
+                is_same = other.tensor == key.tensor
+                words = f"{'' if is_same else other.tensor}{_of_sample(other, key, is_same)}"
+                for each in (each for each in pieces if each.region == piece.region):
+                    if is_same or each.digest not in found:  # residuals give tensors of one layer the same gradient
+                        found[each.digest] = words
         for each in self.wrong.pieces[key]:
             if each.region != piece.region:
                 own = part_of(self._whole(key), each.region)
@@ -206,6 +216,13 @@ class Captured:
                 else (f"{words if stale else 'those'} of sample {other.sample}")
             )
             yield Known("stale" if stale else "permuted", words, self._whole(other), piece.region)
+
+    def _elsewhere(self, key: Key) -> dict[str, np.ndarray]:
+        """The other tensors of the same step and kind; of other samples, all of them are in `_known`."""
+        if key.phase not in (GRADIENT, WEIGHT, OPTIMIZER):
+            return {}
+        same = (each for each in self.right.pieces if (each.step, each.phase) == (key.step, key.phase) and each != key)
+        return {each.tensor: self._whole(each) for each in same if self._has(each)}
 
     # One tensor by what it is made from
 
@@ -273,9 +290,28 @@ class Captured:
             explained = explained or explained_by_moved_use(expected, found, whole, box, scale)
             if explained is not None:
                 return explained
+        if (explained := self._of_another_update(plan, key, piece)) is not None:
+            return explained
         columns = {words: part_of(values, piece.region) for words, values in self._columns(plan, key)}
         extra = {words: (kind, part_of(values, piece.region)) for words, kind, values in self._extra(plan, key)}
         return explained_by_columns(expected, found, columns, extra, dtype=_dtype(plan, key))
+
+    def _of_another_update(self, plan: Plan, key: Key, piece: Piece) -> tuple[Class, str] | None:
+        """A weight, by an update that is not that of its step: from the moments, which say all of the gradient but in
+        an SGD that has none, or adds the gradient to it once more."""
+        parameter = next((each for each in parameters(plan.model) if each.name == key.tensor), None)
+        before = key._replace(step=key.step - 1)
+        if key.phase != WEIGHT or key.step < 0 or parameter is None or not self._has(before):
+            return None
+        names = moments_of(plan, parameter)
+        keys = {each: key._replace(phase=OPTIMIZER, tensor=f"{key.tensor}.{each}") for each in names}
+        if not keys or not all(map(self._has, keys.values())):
+            return None
+        moments = {name: self._whole(each).astype(np.float64) for name, each in keys.items()}
+        old = self._whole(before).astype(np.float64)
+        tensors = Tensors(np.zeros_like(old), old, moments, moments)
+        box = tuple(slice(lo, hi) for lo, hi in piece.region)
+        return explained_by_update(plan, parameter, key.step, tensors, piece.load(), box)
 
     def _columns(self, plan: Plan, key: Key) -> Iterator[tuple[str, np.ndarray]]:
         """What a tensor is the sum of, in words, where it is not recorded as a sum."""
@@ -311,7 +347,11 @@ class Captured:
         right, found = float(self._whole(key)), float(piece.load())
         if key.tensor == "grad_norm":
             held = {each.tensor: each for each in context_of(key, self.right) if self._has(each)}
-            elements = {name: np.square(self._whole(each).astype(np.float64)) for name, each in held.items()}
+            gradients = {name: self._whole(each).astype(np.float64) for name, each in held.items()}
+            narrow = math.sqrt(math.fsum(float(np.square(in_bf16(each)).sum()) for each in gradients.values()))
+            if abs(found - narrow) <= 1e-3 * abs(found - right):
+                return "order only", "the norm of gradients that were rounded to bf16"
+            elements = {name: np.square(each) for name, each in gradients.items()}
             squares = Squares.of_values(
                 elements, {name: self.wrong.pieces.get(each, ()) for name, each in held.items()}
             )
@@ -324,6 +364,13 @@ class Captured:
         return explained_by_parts(
             plan, piece.global_rank, np.array([right]), np.array([found]), own, scale=scale, dtype="fp32"
         )
+
+
+def _of_sample(other: Key, key: Key, is_same: bool) -> str:
+    """The sample of another tensor, in words, where it has one that is not that of `key`."""
+    if other.sample in (None, key.sample):
+        return ""
+    return f"sample {other.sample}" if is_same else f" of sample {other.sample}"
 
 
 def _rows(plan: Plan, key: Key, piece: Piece) -> dict[str, slice]:

@@ -30,6 +30,8 @@ def groupings(plan: Plan, parts: Sequence[Part]) -> Iterator[list[Label]]:
     uses = list(dict.fromkeys(part.use or "" for part in parts))
     if len(uses) > 1:
         yield [((f"use {part.use}", uses.index(part.use or "")),) for part in parts]
+    if any(part.expert is not None for part in parts):
+        yield [_source(part) for part in parts]
     yield [
         _label(part, microbatch=None if part.sample is None else part.sample // plan.batch.micro_size) for part in parts
     ]
@@ -41,6 +43,14 @@ def groupings(plan: Plan, parts: Sequence[Part]) -> Iterator[list[Label]]:
 
 def _first_token(part: Part) -> int | None:
     return None if part.tokens is None else part.tokens[0]
+
+
+def _source(part: Part) -> Label:
+    """What of a layer with experts a part comes from: those that tokens are sent to, those that all tokens take, or the
+    router."""
+    if part.rest or part.use:
+        return (("rest", 0),) if part.rest else ((f"use {part.use}", 0),)
+    return (("routed experts" if part.expert is not None else "shared experts", 0),)
 
 
 def _label(part: Part, **found: int | None) -> Label:
@@ -121,6 +131,8 @@ def _word(plan: Plan, name: str, value: int) -> str:
         return f"dp rank {value} (sample{'s' if hi - lo > 1 else ''} {f'{lo}-{hi - 1}' if hi - lo > 1 else lo})"
     if name in ("cp", "tp", "ep", "etp"):
         return f"{name} rank {value}"
+    if name.endswith(" experts"):
+        return f"the {name}"
     if name == "tokens":
         return f"the tokens from {value}"
     if name == "microbatch":

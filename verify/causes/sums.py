@@ -21,6 +21,8 @@ ROUNDING = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}
 """What rounding may leave over of a sum of parts, of the norm of their magnitudes."""
 EXPLAINED = 2e-2
 """At most this part of the difference may be left over."""
+ROUNDED = 2.0**-23
+"""What rounding in fp32 may take from a tensor of which only a part is looked at, of its norm."""
 LARGEST_DENOMINATOR = 16
 MOST_GROUPS = 96
 
@@ -110,6 +112,8 @@ def explained_by_columns(
     """Kind and words of `found` by what the right values are the sum of, in words, and by what else may have been added
     to them, with the kind of difference that this is. Multiples may be any."""
     difference = (found.astype(np.float64) - expected).reshape(-1)
+    rounding = ROUNDED * float(np.linalg.norm(expected))
+    fits: list[dict[str, float]] = []
     added = [{words: values} for words, (_, values) in extra.items()]
     for chosen in (
         columns,
@@ -120,14 +124,21 @@ def explained_by_columns(
         if not used or len(difference) < 2 * len(used):
             continue
         stacked = np.stack(list(used.values()))
-        slack = slack_of(stacked, dtype)
+        slack = slack_of(stacked, dtype) + rounding
         if (off := _least_squares(stacked, difference, slack)) is None or not explains(
             off @ stacked, difference, slack
         ):
             continue
-        factors = {words: each + (words not in extra) for words, each in zip(used, off, strict=True)}
-        return _columns_in_words(factors, extra)
-    return None
+        fits.append({words: each + (words not in extra) for words, each in zip(used, off, strict=True)})
+    if not fits:
+        return None
+    # an update of one sign and weights that are all ones are multiples of each other
+    return _columns_in_words(next(filter(_are_simple, fits), fits[0]), extra)
+
+
+def _are_simple(factors: Mapping[str, float]) -> bool:
+    """Whether all multiples are such as mistakes make: none, halves and whole ones up to 4."""
+    return all(abs(2 * factor - round(2 * factor)) < 2e-3 and abs(factor) < 4.5 for factor in factors.values())
 
 
 def _columns_in_words(factors: Mapping[str, float], extra: Mapping[str, tuple[Class, np.ndarray]]) -> tuple[Class, str]:

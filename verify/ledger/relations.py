@@ -69,6 +69,8 @@ MOST_LEVELS = 64
 same values by chance."""
 CHANCE = 10**9
 """Of so many choices of such values one is found by chance."""
+LEAST_MOVED, MOST_MOVED = 8, 0.9
+"""At least so many elements, and of the wrong ones this share, are found elsewhere."""
 ROUNDING = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}
 """A distance below this part of the norm is what other orders of the same sums give in tensors of a format."""
 SAME_RATIO = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 8e-3}
@@ -114,6 +116,8 @@ class Evidence:
     axes: Sequence[str] = AXES
     dtype: str = "fp32"
     known: Sequence[Known] = ()
+    elsewhere: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The right values of other tensors of the step, by name."""
     shards: Mapping[int, Sequence[Region]] = field(default_factory=dict)
     """The parts of the tensor that ranks keep, where one that is brought together holds those of several."""
     of_counts: bool = False
@@ -192,7 +196,8 @@ def relate_values(
     if (
         is_rough
         and not evidence.of_counts
-        and (same := _same_as_known(found, differ, region, evidence.known)) is not None
+        and (same := _same_as_known(found, differ, region, evidence.known) or _found_in(found, differ, evidence))
+        is not None
     ):
         (kind, words), is_rough = same, False
     if kind != "other values" and not differ.all():
@@ -237,10 +242,31 @@ def _same_as_known(
     for each in known:
         if np.array_equal(found[differ], each.values[_box(each.region)][differ]):
             return each.kind, each.words
+    for each in known:
+        if each.kind == "permuted" and (shifted := _shifted(found, differ, each)) is not None:
+            return shifted
     for dim in range(found.ndim):
         if found.ndim > 1 and (moved := _moved_rows(found, differ, region, dim, known)) is not None:
             return moved
     return None
+
+
+def _found_in(found: np.ndarray, differ: np.ndarray, evidence: Evidence) -> tuple[Class, str] | None:
+    """Kind and words where the values of wrong elements are those of other tensors, in whatever places: what lies in
+    one buffer was taken apart otherwise than it was put together."""
+    wrong = found[differ & (found != 0)]
+    if len(wrong) < LEAST_MOVED or evidence.dtype != "fp32" or unit_of(wrong) is not None:
+        return None
+    names, left = [], wrong
+    for name, values in evidence.elsewhere.items():
+        own = np.isin(left, values)
+        if np.count_nonzero(own) >= LEAST_MOVED:
+            names.append(name)
+            left = left[~own]
+    if len(left) > (1 - MOST_MOVED) * len(wrong):
+        return None
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return "permuted", f"the values of {', '.join(names[:3])}{more}"
 
 
 def _moved_rows(
@@ -263,6 +289,32 @@ def _moved_rows(
     (source, place), at = sources[0], taken[0][0] + region[dim][0]
     kind: Class = "stale" if kinds == {"stale"} else "permuted"
     return kind, f"{source.words} along dimension {dim}: at {at} those of {place}"
+
+
+def _shifted(found: np.ndarray, differ: np.ndarray, known: Known) -> tuple[Class, str] | None:
+    """Kind and words where wrong elements are those of a known tensor so many places further on in memory, which lies
+    by rows or by columns: what is cut begins too early or too late. Few of them, at its ends, may be others."""
+    numbers = np.arange(known.values.size).reshape(known.values.shape)
+    orders = [(known.values, numbers)]
+    if known.values.ndim > 1:
+        shape = known.values.mT.shape
+        orders.append((known.values.mT, numbers.reshape(shape).mT))
+    shares: dict[str, float] = {}
+    for right, places in orders:
+        flat, wrong, here = right.ravel(), found[differ], places[_box(known.region)][differ]
+        values, first, count = np.unique(flat, return_index=True, return_counts=True)
+        at = np.searchsorted(values, wrong).clip(max=len(values) - 1)
+        is_once = (values[at] == wrong) & (count[at] == 1) & (wrong != 0)
+        if np.count_nonzero(is_once) < max(LEAST_MOVED, len(wrong) / 2):
+            continue
+        by, times = np.unique(first[at[is_once]] - here[is_once], return_counts=True)
+        number = int(by[times.argmax()])
+        source = here + number
+        inside = (source >= 0) & (source < flat.size)
+        share = np.count_nonzero(flat[source[inside]] == wrong[inside]) / len(wrong)
+        shares.setdefault(f"{abs(number)} {'further on' if number > 0 else 'before'} in memory", share)
+    nearest = max(shares, key=lambda words: shares[words], default="")
+    return ("permuted", f"{known.words}, {nearest}") if shares.get(nearest, 0.0) >= MOST_MOVED else None
 
 
 def _box(region: Region) -> tuple[slice, ...]:

@@ -22,6 +22,7 @@ SUBJECTS = (
     "hangs",
     "lifetimes",
     "loss",
+    "mistaken",
     "more",
     "norm",
     "optimizers",

@@ -13,6 +13,7 @@ from ...backend.model.experts import Experts
 from ...backend.tensor_parallel.expert_linear import ExpertLinear
 from ..ledger.ledger import ACTIVATION, ACTIVATION_GRADIENT, HELD_OUT
 from .mutant import Expected, Mutant
+from .mutants_more import OURS
 from .patches import Function, Patches
 from .plans import EXPERTS, tiny
 
@@ -157,6 +158,19 @@ def supposes_even_parts(patches: Patches) -> None:
     patches.replace(experts, "gather", gather)
 
 
+def loses_shared_inputs(patches: Patches) -> None:
+    """What shared experts give to the gradient of their input is not added: their input was detached."""
+
+    def backward(original: Function) -> Function:
+        def uses(ctx: Any, *gradients: Tensor) -> Any:
+            *others, shared = gradients
+            return original(ctx, *others, torch.zeros_like(shared))
+
+        return uses
+
+    patches.replace(experts._Uses, "backward", backward)
+
+
 def _experts() -> Plan:
     return tiny(model=EXPERTS, tp=3, dp=2, ep=2, micro=2)
 
@@ -226,5 +240,14 @@ MUTANTS = (
         plan=lambda: tiny(model=EXPERTS, tp=6),
         breaks=supposes_even_parts,
         expected=Expected(ACTIVATION, "layers.0.mlp", ("permuted",), ("F",), ranks=tuple(range(6))),
+    ),
+    Mutant(
+        "XX95",
+        "the gradient of the input of shared experts is lost",
+        OURS,
+        plan=lambda: tiny(model={**EXPERTS, "num_shared_experts": 1}, dp=2, ep=2),
+        breaks=loses_shared_inputs,
+        expected=Expected(ACTIVATION_GRADIENT, "layers.1.mlp.norm", ("missing",), ("B",)),
+        steps=1,
     ),
 )

@@ -97,6 +97,17 @@ def adds_epsilon_on_every_rank(patches: Patches, *, num_ranks: int) -> None:
     patches.replace(training_rank, "clip_coefficient", coefficient)
 
 
+def takes_narrow_norms(patches: Patches) -> None:
+    """Gradients are rounded before they are squared."""
+    patches.replace(
+        Totals,
+        "norm",
+        lambda original: (
+            lambda self, held, gradients: original(self, held, [each.bfloat16().float() for each in gradients])
+        ),
+    )
+
+
 MUTANTS = (
     Mutant(
         "GN01",
@@ -153,5 +164,14 @@ MUTANTS = (
         plan=lambda: tiny(tp=2, samples=2),
         breaks=counts_copies,
         expected=norm_is("doubled", ranks=(0, 1)),
+    ),
+    Mutant(
+        "XX97",
+        "the norm is that of gradients rounded to bf16",
+        "ours: a precision that is lost on the way to the norm",
+        plan=lambda: tiny(dp=2),
+        breaks=takes_narrow_norms,
+        expected=norm_is("order only", ranks=(0, 1)),
+        steps=1,
     ),
 )

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ...backend.optimizers.sharded import ShardedOptimizer
 from ...backend.optimizers.whole import WholeMatrices
-from ...core.plan.optimizer import Optimizer, OptimizerName
+from ...core.plan.optimizer import Optimizer, OptimizerName, Update
+from ...core.plan.parameter_groups import ParameterGroup
 from ...core.plan.plan import Plan
 from ..ledger.ledger import OPTIMIZER, WEIGHT
 from .mutant import Expected, Mutant
-from .patches import Function, Patches
+from .patches import Function, Patches, rank_here
 from .plans import tiny
 
 OURS = "ours: what layer-wise optimizers on shards get wrong"
@@ -24,6 +25,21 @@ def plan_with(name: OptimizerName, **degrees: Any) -> Plan:
     """A tiny plan with this optimizer."""
     plan = tiny(samples=4, **degrees)
     return replace(plan, optimizer=Optimizer(name, clip_grad_norm=plan.optimizer.clip_grad_norm))
+
+
+def plan_with_groups() -> Plan:
+    """A tiny plan whose first layer has half of the learning rate."""
+    plan, half = tiny(dp=2, zero=1), ParameterGroup(r"layers\.0\..*", learning_rate_multiplier=0.5)
+    return replace(plan, optimizer=replace(plan.optimizer, groups=(half,)))
+
+
+def forgets_groups(patches: Patches) -> None:
+    """Rank 1 updates all that it keeps with the learning rate of the step."""
+    patches.replace(
+        Update,
+        "learning_rate",
+        lambda original: lambda self, of_step: of_step if rank_here() == 1 else original(self, of_step),
+    )
 
 
 def forgets_momentum(patches: Patches) -> None:
@@ -96,5 +112,14 @@ MUTANTS = (
         lambda: plan_with("muon", dp=3),
         leaves_other_parts,
         Expected(WEIGHT, "layers.0.*.weight", ("other values", "scaled"), ("STEP",), ranks=(2,)),
+    ),
+    Mutant(
+        "XX96",
+        "a rank does not know of the group with another learning rate",
+        OURS,
+        plan_with_groups,
+        forgets_groups,
+        Expected(WEIGHT, "layers.0.attention.norm.weight", ("doubled",), ("STEP",), ranks=(0, 1)),
+        steps=1,
     ),
 )

@@ -56,6 +56,9 @@ EXACT = 1e-9
 ROUNDED = 1e-6
 """What rounding to fp32 once, or of a product of two such numbers, may change at most."""
 
+NOTHING = -1
+"""In place of the target of a token that counts for nothing."""
+
 FORWARD = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2.5e-3}
 """An activation of a token may be off by this share of its norm (`Made.off`). In right runs of the matrix's models it
 is by a sixth of it, in fp32 by a fiftieth."""
@@ -64,6 +67,10 @@ HINTS = {
     "reference-forward": (
         "Both sides have it so, from inputs that are right: look at the forward of this part, its order of features, "
         "mask, positions, scale and constants."
+    ),
+    "reference-data": (
+        "Both sides read it so: look at how targets are shifted, at what ends a sequence or a document, and at "
+        "the order in which sequences are cut."
     ),
     "reference-loss": (
         "Both sides report it so: look at what the sum of the token losses is divided by, and which tokens are in it."
@@ -153,6 +160,7 @@ class _Check:
                 yield from self._gradients_are_there(step)
                 yield from self._norm(step)
                 yield from self._update(step, count)
+                yield from self._biases(step)
             else:
                 yield from self._skipped(step)
         if not any(each.rule == "reference-forward" for each in forward):  # else formulas are those of another loss
@@ -200,6 +208,7 @@ class _Check:
                 names = {name: f"{name}.{sample}" for name in Inputs.ARRAYS}
                 arrays = {name: parts[at][:length] if at in parts else None for name, at in names.items()}
             inputs = Inputs(**arrays, step=step, sample=sample)  # type: ignore[arg-type]
+            yield from self._data(inputs)
             recorded = Recorded(inputs, values, weight)
             for each in made(self.plan, recorded, own_block=self.own_block):
                 self.num_activations += 1
@@ -210,6 +219,38 @@ class _Check:
                 counted = self._counted(step)
                 for each in router_gradients(self.plan, recorded, values, float(counted.mean())):
                     yield from self._activation("reference-gradient", keys[each.name], each, values[each.name])
+
+    def _data(self, inputs: Inputs) -> Iterator[Finding]:
+        """Targets are the tokens behind, those of multi-token prediction further behind in the same document, and
+        documents begin where they say."""
+        tokens, targets, places = inputs.tokens, inputs.targets, np.arange(len(inputs.tokens))
+        begins = np.zeros_like(places) if inputs.documents is None else inputs.documents
+        last = np.full(len(places), NOTHING)
+        counts = self._counts(targets)
+        known = counts[1:] if self.plan.train.padded else np.ones(len(places) - 1, bool)  # padding has no tokens
+        right = {"target": (targets, np.append(np.where(known, tokens[1:], targets[:-1]), targets[-1:]))}
+        right["beginning of the document"] = begins, np.where(begins == places, places, np.append(0, begins[:-1]))
+        for depth in range(0 if inputs.later is None else self.plan.model.num_mtp_layers):
+            assert inputs.later is not None
+            ahead, expected = depth + 1, last.copy()
+            inside = begins[ahead:] == begins[:-ahead]
+            expected[:-ahead] = np.where(
+                inside, np.where(self._counts(targets[ahead:]), targets[ahead:], NOTHING), NOTHING
+            )
+            own = inputs.later[:, depth]
+            right[f"target of mtp.{depth}"] = np.where(self._counts(own), own, NOTHING), expected
+        for name, (found, expected) in right.items():
+            if (wrong := np.flatnonzero(found != expected)).size:
+                token = int(wrong[0])
+                what = (
+                    f"that of token {token} must be {_id_words(expected[token])}, and it is {_id_words(found[token])}; "
+                    f"so it is with {wrong.size} of {len(places)} tokens."
+                )
+                yield self._finding("reference-data", inputs.step, f"{name} in sample {inputs.sample}", what)
+
+    def _counts(self, targets: np.ndarray) -> np.ndarray:
+        ignored = self.plan.train.ignore_token
+        return targets >= 0 if ignored is None else targets != ignored
 
     def _activation(self, rule: str, key: Key, expected: Made, found: np.ndarray) -> Iterator[Finding]:
         off = expected.off(found)
@@ -323,6 +364,25 @@ class _Check:
             for tensor, expected in expected_update(self.plan, parameter, tensors, rate, decay, count):
                 yield from self._tensor(keys[tensor], expected, WORDS[kind_of(self.plan, parameter)])
 
+    def _biases(self, step: int) -> Iterator[Finding]:
+        """Biases of experts go up by the rate where an expert took less than the mean, and down where more (Wang et al.
+        2024, arXiv 2408.15664, algorithm 1); of the step of which is known what routers chose."""
+        if step != self._derivative.get("step"):
+            return
+        rate = self.plan.train.expert_bias_rate
+        for name, taken in self._derivative["taken"].items():
+            key, counts = Key(step, WEIGHT, name), np.array(taken)
+            due = rate * np.sign(counts.sum() - counts * len(counts))
+            found, expected = self._values(key), self._before(key, due) + due
+            if (wrong := np.flatnonzero(~(np.abs(found - expected) <= ROUNDED * (np.abs(expected) + rate)))).size:
+                expert = int(wrong[0])
+                what = (
+                    f"expert {expert} took {counts[expert]} of {counts.sum()} choices, so its bias must become "
+                    f"{expected[expert]:.6g}, and it is {found[expert]:.6g}; so it is with {wrong.size} of "
+                    f"{len(counts)} experts."
+                )
+                yield self._finding("reference-update", step, f"weight {name}", what, tensor=name)
+
     def _stays(self, step: int, name: str) -> Iterator[Finding]:
         """A frozen parameter has no gradient, and its weight is that of before."""
         key = Key(step, WEIGHT, name)
@@ -425,6 +485,10 @@ class _Check:
 
     def _finding(self, rule: str, step: int, words: str, what: str, *, tensor: str | None = None) -> Finding:
         return Finding(rule, "error", f"step {step + 1}, one device, {words}", what, HINTS[rule], tensor=tensor)
+
+
+def _id_words(number: int) -> str:
+    return "none" if number == NOTHING else str(number)
 
 
 def _with_rest(found: list[Finding]) -> Finding:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.model.parameters import count_parameters, expert_biases, parameters
+from ...core.model.parameters import count_parameters, expert_bias_name, expert_biases, parameters
 from ...core.plan.plan import Plan
 from ..ledger.ledger import (
     ACTIVATION,
@@ -156,12 +156,29 @@ class _Held:
         names = [name for name in names if Key(self.step, GRADIENT, name) in self.stored]
         if not names:
             return {}
-        right = derivative(self._as_made(max(1, int(counted.sum()))), self.rank.transport.device)
+        step = self._as_made(max(1, int(counted.sum())))
+        right = derivative(step, self.rank.transport.device)
         parts: list[Measured] = []
         for name in names:
             own = self._load(GRADIENT, name, self.step)
             parts += measure(self.plan, name, own, right.gradients[name], right.rounded[name])
-        return {"step": self.step, "loss": right.loss, "parts": [asdict(part) for part in parts]}
+        return {
+            "step": self.step,
+            "loss": right.loss,
+            "parts": [asdict(part) for part in parts],
+            "taken": self._taken(step.routed),
+        }
+
+    def _taken(self, routed: Mapping[tuple[int, int], np.ndarray]) -> dict[str, list[int]]:
+        """How many tokens of the step each expert took, by the name of the biases that move by it; nothing where
+        experts have room for a limited number, as those count that found none."""
+        model, counts = self.plan.model, dict[str, np.ndarray]()
+        if not model.expert_bias or model.expert_capacity_factor is not None:
+            return {}
+        for (layer, _), own in routed.items():
+            name = expert_bias_name(layer)
+            counts[name] = counts.get(name, 0) + own.sum(0)
+        return {name: each.tolist() for name, each in counts.items()}
 
     def _as_made(self, num_counted: int) -> Step:
         model, dtype = self.plan.model, self.plan.precision.dtype

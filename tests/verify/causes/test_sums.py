@@ -212,6 +212,26 @@ def test_columns_name_the_update_that_is_scaled_and_values_that_were_added() -> 
         assert found == (kind, words)
 
 
+def test_an_update_is_named_before_a_thousandfold_decay_that_comes_to_the_same() -> None:
+    """Of a norm's weights, which are all ones, and whose first update of AdamW may have one sign."""
+    old, update = np.ones(24, np.float32), np.full(24, -5e-3, np.float32)
+    right, extra = old + update, {"a weight decay that it does not have": ("scaled", -1e-5 * old)}
+    columns = {"the weight decay": np.zeros(24), "the update": update.astype(np.float64)}
+    found = explained_by_columns(right, old + 2 * update, columns, extra, dtype="fp32")
+    assert found == ("doubled", "the update twice")
+    decayed = explained_by_columns(right, right - np.float32(1e-5) * old, columns, extra, dtype="fp32")
+    assert decayed is not None and decayed[0] == "scaled"
+
+
+def test_parts_of_a_layer_with_experts_name_the_shared_ones() -> None:
+    """Single experts and leaves are too many here for a fit."""
+    routed = [Part(leaf=leaf, num_leaves=24, expert=expert) for leaf in range(24) for expert in range(4)]
+    own = summands([*LEAVES, *routed, Part(use="the layer that no rank cuts"), Part(rest=True)])
+    for lost, words in ((LEAVES, "the shared experts"), (routed, "the routed experts")):
+        factors = [0.0 if part in lost else 1.0 for part in own.parts]
+        assert reported(plan_of(dp=2), own, factors) == ("missing", f"without the part of {words}")
+
+
 @pytest.mark.parametrize(
     ("counts", "kind", "words"),
     [

@@ -69,7 +69,11 @@ def test_other_values_are_never_called_a_multiple_or_moved(seed: int, size: floa
     rng = np.random.default_rng(seed)
     right = rng.normal(size=(6, 7)).astype(np.float32)
     wrong = right + (size * rng.normal(size=right.shape)).astype(np.float32)
-    assert by_summaries(right, wrong).kind == by_values(right, wrong).kind == "other values"
+    evidence = Evidence(
+        known=[Known("permuted", "the right ones", right, full_region(right.shape))],
+        elsewhere={"another": rng.normal(size=1000).astype(np.float32)},
+    )
+    assert by_summaries(right, wrong).kind == by_values(right, wrong, evidence).kind == "other values"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +104,28 @@ def test_stale_values_other_samples_and_the_axis_of_a_ratio_are_named() -> None:
         other = related(new, old, Evidence(others={summarize(old).digest: "sample 3"}))
         assert (other.kind, other.words) == ("permuted", "the values of sample 3")
         assert "1/3, as dp is" in related(new, new / np.float32(3), Evidence(layout=Layout(tp=2, dp=3))).words
+
+
+@pytest.mark.parametrize("by", [1, -1, 7])
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_part_that_begins_elsewhere_is_named_by_how_far(by: int, columns: bool) -> None:
+    right = RIGHT[:10, :12]
+    laid_out = right.T if columns else right
+    moved = np.roll(laid_out, -by).reshape(laid_out.shape)
+    whole = Evidence(known=[Known("permuted", "the right ones", right, full_region(right.shape))])
+    moved[:1, :1] = 5.0  # what rolls in is not of the tensor
+    found = by_values(right, moved.T if columns else moved, whole)
+    way = f"{abs(by)} {'further on' if by > 0 else 'before'} in memory"
+    assert (found.kind, found.words) == ("permuted", f"the right ones, {way}")
+
+
+def test_values_of_other_tensors_are_named_where_they_lie() -> None:
+    right, first, second = RIGHT[:4], RIGHT[10:12], RIGHT[20:22].T
+    evidence = Evidence(elsewhere={"up": first, "down": second, "norm": RIGHT[30]})
+    found = by_values(right, np.concatenate([first.reshape(-1), second.reshape(-1)]).reshape(4, 50), evidence)
+    assert (found.kind, found.words) == ("permuted", "the values of up, down")
+    half = np.concatenate([first.reshape(-1), RIGHT[33:35].reshape(-1)]).reshape(4, 50)
+    assert by_values(right, half, evidence).kind == "other values"
 
 
 def test_a_tensor_that_went_through_bf16_is_called_so() -> None:

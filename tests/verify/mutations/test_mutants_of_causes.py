@@ -4,9 +4,15 @@ named in the words that help."""
 from __future__ import annotations
 
 from helpers.gates import sampled
-from shardproof.verify.mutations.mutants_causes import MUTANTS
+from shardproof.verify.mutations import mutants_causes, mutants_mistaken
+from shardproof.verify.mutations.catalog import chosen
 from shardproof.verify.mutations.run import judge_mutants
 
+MUTANTS = (
+    *mutants_causes.MUTANTS,
+    *mutants_mistaken.MUTANTS,
+    *chosen("XX95,XX96,XX97"),
+)
 WORDS = {
     "XX60": "bit flip: one bit of 1 element flipped (bit 9 of fp32, at [0, 7]).",
     "XX61": "other values: off by 1.0e+00 of their norm; the right and the wrong ones are whole multiples of 0.001",
@@ -27,6 +33,14 @@ WORDS = {
     "XX66-c": (
         "0B0, recomputed activation layers.1.attention.norm of sample 0: permuted: the right values in other places."
     ),
+    "XX90": "0B1, activation gradient layers.0.output of sample 1: permuted: the values of sample 0.",
+    "XX91": "permuted: the right ones of other places, 1 further on in memory.",
+    "XX92": "permuted: the values of layers.0.",
+    "XX93": "permuted: the values of layers.1.attention.query_norm.weight.",
+    "XX94": "0F0, head.losses of sample 0: other values: ",
+    "XX95": "0B0, activation gradient layers.1.mlp.norm of sample 0: missing: without the part of the shared experts.",
+    "XX96": "0STEP, weight layers.0.attention.norm.weight: doubled: the update twice.",
+    "XX97": "0STEP, scalar grad_norm: order only: the norm of gradients that were rounded to bf16.",
 }
 
 

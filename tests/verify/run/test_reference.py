@@ -19,7 +19,7 @@ import torch
 from shardproof.backend.model import router, transformer
 from shardproof.backend.optimizers import updates
 from shardproof.backend.optimizers.sharded import ShardedOptimizer
-from shardproof.backend.ranks import training_rank
+from shardproof.backend.ranks import batches, training_rank
 from shardproof.backend.ranks.gradient_sums import GradientSums
 from shardproof.backend.ranks.totals import Totals
 from shardproof.backend.transport.memory import MemoryWorld, run_threads
@@ -230,6 +230,39 @@ def test_losses_of_later_tokens_that_count_with_another_weight_are_named() -> No
     assert ("counts 0.15 times in what is minimised, and ought to 0.05 times; so it is with 8 of 8 tokens") in found[
         0
     ].what
+
+
+def reads_further_ahead(patches: Patches) -> None:
+    def later(original: Callable) -> Callable:
+        return lambda targets, number, *given: original(targets, number + 1, *given)[..., 1:].contiguous()
+
+    patches.replace(batches, "later_targets", later)
+
+
+def predicts_itself(patches: Patches) -> None:
+    def batch(original: Callable) -> Callable:
+        return lambda self, *given: (found := original(self, *given)) | {"targets": found["tokens"]}
+
+    patches.replace(batches.Batches, "_batch", batch)
+
+
+@pytest.mark.parametrize(("breaks", "what"), [(reads_further_ahead, "target of mtp.0"), (predicts_itself, "target")])
+def test_targets_that_are_those_of_other_tokens_are_named(breaks: Callable, what: str) -> None:
+    found = checked(RIGHT["multi-token prediction"], breaks).findings[0]
+    assert (found.rule, found.where) == ("reference-data", f"step {STEPS}, one device, {what} in sample 0")
+
+
+@pytest.mark.parametrize("factor", [-1.0, 2.0])
+def test_biases_of_experts_move_as_their_counts_say(factor: float) -> None:
+    def moves(patches: Patches) -> None:
+        patches.replace(router.Router, "update_bias", lambda original: lambda self, rate: original(self, factor * rate))
+
+    (found,) = checked(RIGHT["experts"], moves).findings
+    assert (found.rule, found.where) == (
+        "reference-update",
+        f"step {STEPS}, one device, weight layers.0.mlp.router.expert_bias",
+    )
+    assert "so its bias must become" in found.what
 
 
 ROUTED = {"router_aux_loss": 0.01, "router_z_loss": 0.001}
