@@ -147,6 +147,48 @@ def test_a_missing_plan_exits_2_and_names_it(capsys):
     assert "nowhere.toml: No such file or directory." in capsys.readouterr().err
 
 
+TINY = ["--model", "tiny-llama", "--sequence", "64", "--global-batch", "8", "--devices", "4", "--cluster", "dgx-h100"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["simulate", *TINY, "-o", "nowhere/x.json"], "nowhere/x.json: there is no folder nowhere. Make it"),
+        (["simulate", *TINY, "-o", ""], "the name of a file is empty"),
+        (["simulate", *TINY, "--links", "nowhere/x.graphml"], "there is no folder nowhere"),
+        (["simulate", *TINY, "--samples", "-3"], "--samples: samples = -3 must be at least 0"),
+        (["simulate", *TINY, "--from", "megatron"], "--from says how PLAN is read, and there is no PLAN"),
+        (["simulate", *TINY, "--variable", "TP=2"], "--variable says how PLAN is read, and there is no PLAN"),
+        (["simulate", "-"], "-: standard input is not read. Give the name of a file."),
+        (["simulate", ""], "the name of a file is empty"),
+        (["plan", *TINY, "-o", "nowhere/x.toml"], "there is no folder nowhere"),
+        (["plan", *TINY, "-o", "x.csv"], "writes .json, .txt, .toml, .svg or .png, not .csv"),
+        (["plan", *TINY, "--fix", "tp"], "--fix 'tp': write KEY=VALUE, such as --fix tp=8."),
+        (["plan", *TINY, "--fix", "tpp=2"], "--fix tpp: unknown key 'tpp' in [layout]; did you mean 'tp'?"),
+        (["check", *TINY, "--picture", "nowhere/x.svg"], "there is no folder nowhere"),
+        (["export", *TINY, "--to", "csv", "-o", ""], "the name of a file is empty"),
+        (["verify", *TINY, "--steps", "5"], "--steps is an option of the dynamic proof. Add --dynamic."),
+        (["verify", *TINY, "--transport", "shm"], "--transport is an option of the dynamic proof. Add --dynamic."),
+        (["doctor", "-o", "nowhere/x.json"], "there is no folder nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_any_work_and_nothing_is_written(
+    arguments, words, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert words in " ".join(captured.err.split()) and captured.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_exported_file_goes_to_standard_output_by_a_dash(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *TINY, "--to", "csv", "-o", "-"]) == 0
+    assert capsys.readouterr().out.startswith("0F0,")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unknown_service_is_named():
     with pytest.raises(UnknownNameError, match="did you mean 'simulate'"):
         service("simulat")
