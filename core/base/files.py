@@ -83,10 +83,21 @@ def read_lines(path: str | Path) -> Iterator[str]:
             yield _as_text(path, line)
 
 
+def check_name(path: str | Path) -> None:
+    """Raises `FileError` for no name, as an empty variable of a shell leaves it, and for one with control characters,
+    which would end the line of a message that has it. Bytes that are no UTF-8 may be in names."""
+    if not os.fspath(path):
+        raise FileError("the name of a file is empty. Give one; in a script, look whether the variable is set.")
+    if not is_plain(os.fspath(path).encode("utf-8", "replace").decode()):
+        raise FileError(
+            f"{os.fspath(path)!r} is no name of a file. Give one without control characters such as line breaks."
+        )
+
+
 def check_place(path: str | Path) -> None:
     """Raises `OSError` where a file of this name cannot be written, `FileError` for a name that is none. Verbs that
     work long ask before they start. Nothing is made."""
-    _check_name(path)
+    check_name(path)
     if _own_handle(Path(path)) is not None:
         return
     target = Path(os.path.realpath(path))
@@ -105,7 +116,7 @@ def check_place(path: str | Path) -> None:
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Writes a file. Nobody sees half of a regular one: a temporary file next to it is renamed over it, with the
     permissions it had. Links are followed; devices and pipes stay what they are and are written to."""
-    _check_name(path)
+    check_name(path)
     named = Path(path)
     if (handle := _own_handle(named)) is not None:
         sys.stdout.flush()
@@ -131,7 +142,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 def _opened(path: str | Path, most_bytes: int) -> BinaryIO:
     """A regular file of at most so many bytes, open for reading."""
-    _check_name(path)
+    check_name(path)
     if os.fspath(path) == "-" and not Path(path).exists():
         raise FileError("-: standard input is not read. Give the name of a file.")
     try:
@@ -209,17 +220,6 @@ def _write_all(file: FileIO, content: bytes) -> None:
     left = memoryview(content)
     while left:
         left = left[file.write(left) :]
-
-
-def _check_name(path: str | Path) -> None:
-    """Raises `FileError` for no name, as an empty variable of a shell leaves it, and for one with control characters,
-    which would end the line of a message that has it. Bytes that are no UTF-8 may be in names."""
-    if not os.fspath(path):
-        raise FileError("the name of a file is empty. Give one; in a script, look whether the variable is set.")
-    if not is_plain(os.fspath(path).encode("utf-8", "replace").decode()):
-        raise FileError(
-            f"{os.fspath(path)!r} is no name of a file. Give one without control characters such as line breaks."
-        )
 
 
 def _not_regular(path: str | Path, kind: str) -> FileError:

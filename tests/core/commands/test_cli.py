@@ -170,6 +170,9 @@ TINY = ["--model", "tiny-llama", "--sequence", "64", "--global-batch", "8", "--d
         (["verify", *TINY, "--steps", "5"], "--steps is an option of the dynamic proof. Add --dynamic."),
         (["verify", *TINY, "--transport", "shm"], "--transport is an option of the dynamic proof. Add --dynamic."),
         (["doctor", "-o", "nowhere/x.json"], "there is no folder nowhere"),
+        (["demo", "-o", ""], "the name of a file is empty"),
+        (["tokenize", "a.txt", "--tokenizer", "bytes", "-o", "-"], "-o -: tokens are three files"),
+        (["verify", ""], "the name of a file is empty"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_any_work_and_nothing_is_written(
@@ -180,6 +183,13 @@ def test_what_cannot_be_done_is_said_before_any_work_and_nothing_is_written(
     captured = capsys.readouterr()
     assert words in " ".join(captured.err.split()) and captured.out == ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_are_as_if_nobody_read_them_and_stay_out_of_files(closed, tmp_path):
+    command = f"{sys.executable} -m shardproof presets gpt2 -o out.json {closed}"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, check=False).returncode == 0
+    assert json.loads((tmp_path / "out.json").read_text())
 
 
 def test_an_exported_file_goes_to_standard_output_by_a_dash(monkeypatch, tmp_path, capsys):
