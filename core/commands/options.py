@@ -332,9 +332,12 @@ def with_options(values: Values, options: Values) -> Values:
 
 def given_values(args: argparse.Namespace, options: Values) -> tuple[Values, Imported | None]:
     """The values of PLAN, and its account where it is somebody else's file. `options` tell how many devices there are.
-    Raises `PlanError` as `values_of` does."""
+    Raises `PlanError` as `values_of` does, and for variables of a file that has none."""
     reading = asked_reading(args)
-    return values_of(args.plan, named=reading.named, options=options, variables=reading.variables)
+    values, imported = values_of(args.plan, named=reading.named, options=options, variables=reading.variables)
+    if imported is None and args.variable:
+        raise PlanError(f"--variable is about a script, and {args.plan} is a plan.toml. Leave it out, or use --set.")
+    return values, imported
 
 
 def asked_reading(args: argparse.Namespace) -> Reading:

@@ -143,6 +143,11 @@ def test_problems_name_the_option_they_came_from(plan_file):
         assert expected in problems
 
 
+def test_variables_are_of_scripts_and_not_of_a_plan(plan_file):
+    with pytest.raises(PlanError, match="--variable is about a script"):
+        read_plan(parse(f"{plan_file} --variable TP=8"))
+
+
 def test_no_plan_and_no_model_asks_for_one():
     with pytest.raises(PlanError, match="which model"):
         read_plan(parse("--devices 8"))
