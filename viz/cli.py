@@ -76,13 +76,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scale",
         choices=("auto", "time", "own"),
-        default="auto",
         help="with --compare: one time scale, or each its own; auto takes own from a factor of three on",
     )
     group.add_argument(
         "--by",
         choices=("lane", "timeline"),
-        default="lane",
         help=(
             "with --compare of a prediction and a measurement of the same actions: lane by lane (default), or one "
             "below the other"
@@ -124,6 +122,9 @@ def run(args: argparse.Namespace) -> int:
     if (args.plan or "").endswith(METRICS_SUFFIX):
         return draw_curves(args, output, color=output is None and not args.json and _wants_color())
     args.compare = _only_other(args.compare)
+    for name, value in (("--scale", args.scale), ("--by", args.by)):
+        if value is not None and args.compare is None:
+            raise PlanError(f"{name} {value} has no effect without --compare. Leave it out, or give --compare OTHER.")
     if output is not None and output.endswith(GRAPH_SUFFIX):
         return _write_graph(args, output)
     on_page = output is not None and kind_of(output) == ".html"
@@ -146,8 +147,8 @@ def run(args: argparse.Namespace) -> int:
             memory=not args.no_memory,
             width=width,
             compare=other,
-            scale=args.scale,
-            by=args.by,
+            scale=args.scale or "auto",
+            by=args.by or "lane",
             time_unit=time_unit,
             color=color,
             extras=extras,

@@ -112,6 +112,8 @@ def test_compare_draws_both(folder, capsys, full):
         (["bad.json"], "bad.json: not a recorded timeline"),
         (["bad.csv"], "0Q1"),
         (["two.csv", "-o", "nowhere/x.svg"], "nowhere/x.svg: there is no folder nowhere. Make it"),
+        (["two.csv", "--scale", "own"], "--scale own has no effect without --compare"),
+        (["two.csv", "--by", "lane"], "--by lane has no effect without --compare"),
         (["two.csv", "--width", "0"], "must lie between 1 and 10,000 characters"),
         (["two.csv", "--width", "99999999"], "must lie between 1 and 10,000 characters"),
         (["two.csv", "--width", "5", "-o", "x.svg"], "must lie between 500 and 20,000 pixels"),
