@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..core.base.errors import FileError, PlanError
-from ..core.base.files import check_name
 from ..core.base.terminal import say
 from ..core.base.units import format_bytes
 from ..core.commands.commands import Command
@@ -71,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(f"--eod {args.eod!r} names what --append-eod puts after documents. Use both, or leave it out.")
     if args.output == "-":
         raise PlanError("-o -: tokens are three files, which standard output does not take. Give a PREFIX.")
-    check_name(args.output)
     args.output = args.output.removesuffix(".bin").removesuffix(".idx")  # who names a file of the pair means the pair
     began = time.perf_counter()
     files = input_files(args.files)

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.mutations or args.only is not None or args.sample or args.part is not None:
         return _score(args)
-    if args.against is not None or (args.plan and is_ledger(args.plan)):
+    if args.against is not None or (args.plan is not None and is_ledger(args.plan)):
         return _compare(args)
     if not args.dynamic:
         _refuse_dynamic(args)

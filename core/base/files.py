@@ -83,7 +83,7 @@ def read_lines(path: str | Path) -> Iterator[str]:
             yield _as_text(path, line)
 
 
-def check_name(path: str | Path) -> None:
+def _check_name(path: str | Path) -> None:
     """Raises `FileError` for no name, as an empty variable of a shell leaves it, and for one with control characters,
     which would end the line of a message that has it. Bytes that are no UTF-8 may be in names."""
     if not os.fspath(path):
@@ -97,7 +97,7 @@ def check_name(path: str | Path) -> None:
 def check_place(path: str | Path) -> None:
     """Raises `OSError` where a file of this name cannot be written, `FileError` for a name that is none. Verbs that
     work long ask before they start. Nothing is made."""
-    check_name(path)
+    _check_name(path)
     if _own_handle(Path(path)) is not None:
         return
     target = Path(os.path.realpath(path))
@@ -116,7 +116,7 @@ def check_place(path: str | Path) -> None:
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Writes a file. Nobody sees half of a regular one: a temporary file next to it is renamed over it, with the
     permissions it had. Links are followed; devices and pipes stay what they are and are written to."""
-    check_name(path)
+    _check_name(path)
     named = Path(path)
     if (handle := _own_handle(named)) is not None:
         sys.stdout.flush()
@@ -142,7 +142,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 def _opened(path: str | Path, most_bytes: int) -> BinaryIO:
     """A regular file of at most so many bytes, open for reading."""
-    check_name(path)
+    _check_name(path)
     if os.fspath(path) == "-" and not Path(path).exists():
         raise FileError("-: standard input is not read. Give the name of a file.")
     try:

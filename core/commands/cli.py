@@ -140,6 +140,11 @@ def _run(verb: str, rest: Sequence[str]) -> int:
     names = "".join(f" [{action.metavar}]" for action in parser._actions if not action.option_strings)
     parser.usage = f"shardproof {verb}{names} [options]"
     args = parser.parse_args(rest)
+    for action in parser._actions:
+        given = getattr(args, action.dest, None)
+        if given == "" or (isinstance(given, list) and "" in given):
+            name = "/".join(action.option_strings) or action.metavar
+            parser.error(f"argument {name}: it is empty. In a script, look whether its variable is set")
     try:
         return chosen.run(args)
     except ShardproofError as error:

@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any, TextIO
 
 from ..base.errors import MissingExtraError, PlanError
-from ..base.files import check_name, write_bytes
+from ..base.files import write_bytes
 from ..base.terminal import say
 from ..base.units import format_bytes, format_count, format_s
 from ..model.parameters import count_parameters
@@ -264,7 +264,6 @@ def _run(args: argparse.Namespace) -> int:
             "'shardproof[train]'`. "
             "Without it there are simulate, plan, fit, draw and verify without --dynamic."
         )
-    check_name(args.output)
     report, ok = run_demo(Path(args.output), sys.stderr if args.json else sys.stdout, quick=args.quick)
     if args.json:
         print(json.dumps(report))

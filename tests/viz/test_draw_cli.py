@@ -119,7 +119,7 @@ def test_compare_draws_both(folder, capsys, full):
         (["two.csv", "--width", "5", "-o", "x.svg"], "must lie between 500 and 20,000 pixels"),
         (["two.csv", "--width", "x"], "'x' is not a whole number"),
         (["-"], "-: standard input is not read. Give the name of a file."),
-        ([""], "the name of a file is empty"),
+        ([""], "argument PLAN: it is empty"),
     ],
 )
 def test_bad_input_is_code_2_with_one_message_and_no_file(folder, capsys, arguments, message):
