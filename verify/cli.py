@@ -12,7 +12,15 @@ from ..core.base.findings import Finding
 from ..core.base.terminal import say, table
 from ..core.commands.commands import Command
 from ..core.commands.github import annotation
-from ..core.commands.options import add_output, add_plan, asked_reading, emit, option_values, read_any_plan
+from ..core.commands.options import (
+    add_output,
+    add_plan,
+    asked_reading,
+    check_output,
+    emit,
+    option_values,
+    read_any_plan,
+)
 from ..core.plan.plan import AnyPlan, ModularPlan, only_model
 from ..core.plan.schedule_of import schedule_for
 from ..core.schedule import lower
@@ -85,6 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when nothing is wrong, 1 with findings; bad input raises and ends with 2."""
+    check_output(args.output)
     if args.list:
         emit(args, list_rules, {"rules": [_described(rule) for rule in RULES]})
         return 0

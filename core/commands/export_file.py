@@ -56,12 +56,16 @@ def _printed(exported: Exported) -> list[str]:
 
 
 def _targets(exported: Exported, output: str) -> list[tuple[Path, str]]:
-    """Path and text of every file. Raises `PlanError` where several would have one name."""
-    if (output and Path(output).is_dir()) or output.endswith(os.sep):
+    """Path and text of every file; a folder whose name ends in a slash is made. Raises `PlanError` where several would
+    have one name, and as `check_place` does."""
+    if output.endswith(os.sep):
+        check_place(output.rstrip(os.sep) if not Path(output).is_dir() else Path(output) / exported.files[0][0])
+        Path(output).mkdir(exist_ok=True)
+    if Path(output).is_dir():
         return [(Path(output) / name, text) for name, text in exported.files]
     if len(exported.files) > 1:
         names = ", ".join(name for name, _ in exported.files)
-        raise PlanError(f"-o {output}: {exported.to} has several files ({names}). Give a folder that exists.")
+        raise PlanError(f"-o {output}: {exported.to} has several files ({names}). Give a folder, as in -o job/.")
     check_place(output)
     return [(Path(output), exported.files[0][1])]
 

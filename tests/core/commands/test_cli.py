@@ -175,6 +175,8 @@ TINY = ["--model", "tiny-llama", "--sequence", "64", "--global-batch", "8", "--d
         (["plan", *TINY, "--fix", "tpp=2"], "--fix tpp: unknown key 'tpp' in [layout]; did you mean 'tp'?"),
         (["check", *TINY, "--picture", "nowhere/x.svg"], "there is no folder nowhere"),
         (["export", *TINY, "--to", "csv", "-o", ""], "argument -o/--output: it is empty."),
+        (["export", *TINY, "--to", "slurm", "-o", "nowhere/job/"], "there is no folder nowhere"),
+        (["verify", *TINY, "--dynamic", "-o", "nowhere/x.json"], "there is no folder nowhere"),
         (["verify", *TINY, "--steps", "5"], "--steps is an option of the dynamic proof. Add --dynamic."),
         (["verify", *TINY, "--transport", "shm"], "--transport is an option of the dynamic proof. Add --dynamic."),
         (["doctor", "-o", "nowhere/x.json"], "there is no folder nowhere"),
@@ -208,6 +210,13 @@ def test_an_exported_file_goes_to_standard_output_by_a_dash(monkeypatch, tmp_pat
     assert main(["export", *TINY, "--to", "csv", "-o", "-"]) == 0
     assert capsys.readouterr().out.startswith("0F0,")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_exported_to_is_made_where_its_name_says_so(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main(["export", *TINY, "--to", "slurm", "-o", "job/"]) == 0
+    assert {path.name for path in (tmp_path / "job").iterdir()} == {"train.sbatch", "plan.toml"}
 
 
 def test_an_unknown_service_is_named():
