@@ -8,10 +8,9 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 from ..core.base.errors import FileError, MissingExtraError, PlanError, RankFailure, ScheduleError
-from ..core.base.files import write_text
+from ..core.base.files import check_place, write_text
 from ..core.base.findings import has_errors
 from ..core.base.interrupts import SIGNAL_EXIT
 from ..core.base.terminal import say
@@ -33,6 +32,9 @@ from .watch.rank_messages import ON_GPUS
 
 TIMELINE_SUFFIX = ".timeline.json"
 SHOW_CURSOR = "\x1b[?25h"
+
+FAILURE_REPORT = "train-failure.json"
+"""Where a failure is written without --failure-report."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--failure-report",
         metavar="FILE",
-        default="train-failure.json",
+        default=FAILURE_REPORT,
         help="where it is written what every rank was doing, when one dies or all wait (default: %(default)s)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what every rank would run, and start nothing")
@@ -116,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError("train needs torch, which is not installed. Run `pip install 'shardproof[train]'`.")
-    _check_writable(args.output)
+    check_output(args.output, TIMELINE_SUFFIX)
+    if args.failure_report != FAILURE_REPORT:
+        check_place(args.failure_report)
     trainer = Trainer(
         plan,
         transport=args.transport,
@@ -219,18 +223,6 @@ def _refuse_broken(plan: AnyPlan) -> None:
     findings = service("check_plan")(plan)
     if has_errors(findings):
         raise ScheduleError("\n".join(str(finding) for finding in findings))
-
-
-def _check_writable(output: str | None) -> None:
-    """Raises `OSError` now rather than after the training when the folder of -o is not there."""
-    if output is not None and output != "-":
-        folder = Path(output).parent
-        if not folder.is_dir():
-            raise FileNotFoundError(2, "No such folder", str(folder))
-        if Path(output).is_dir():
-            raise IsADirectoryError(21, "Is a directory", output)
-        if not output.endswith(TIMELINE_SUFFIX):
-            check_output(output)
 
 
 def _write(args: argparse.Namespace, result: TrainResult) -> None:

@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(f"--jobs {jobs}: at least one process is needed. Use --jobs 1.")
     if args.eod is not None and not args.append_eod:
         raise PlanError(f"--eod {args.eod!r} names what --append-eod puts after documents. Use both, or leave it out.")
+    if args.output == "-":
+        raise PlanError("-o -: tokens are three files, which standard output does not take. Give a PREFIX.")
     args.output = args.output.removesuffix(".bin").removesuffix(".idx")  # who names a file of the pair means the pair
     began = time.perf_counter()
     files = input_files(args.files)

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, geometric_mean, median
 from typing import Any, Literal, Protocol
 
@@ -21,7 +20,7 @@ from ..core.base.errors import PlanError
 from ..core.base.files import write_text
 from ..core.base.terminal import say
 from ..core.commands.commands import Command, service
-from ..core.commands.options import add_output, emit
+from ..core.commands.options import add_output, check_output, emit
 from ..core.commands.probes import PROBE_STEPS, PROBES
 from ..core.machine.cluster import ClusterSpec
 from ..core.plan.write import toml_value
@@ -288,8 +287,7 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(f"--quantile {args.quantile} must lie between 0 and 1.")
     if args.rounds is not None and args.rounds < 1:
         raise PlanError(f"--rounds {args.rounds} must be at least 1.")
-    if args.output is not None and not Path(args.output).parent.is_dir():  # measuring takes minutes
-        raise PlanError(f"--output {args.output}: there is no folder {Path(args.output).parent}. Make it first.")
+    check_output(args.output, ".toml")  # measuring takes minutes
     progress = service("measure_machine")
     rows = progress(
         quick=args.quick,

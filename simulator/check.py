@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ..core.base.files import check_place
 from ..core.base.findings import Finding, Where, has_errors
 from ..core.base.terminal import Row, table
 from ..core.base.units import format_bytes, format_s
@@ -44,6 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the verdict. Exit code 0, or 1 where something is wrong; settings that no plan can take end with 2."""
     check_output(args.output)
+    if args.picture is not None:
+        check_place(args.picture)
     plan, imported = read_with_account(args)
     fitting, simulation = fit(plan), simulate(plan)
     step_s = float(simulation.report["step_time_s"])

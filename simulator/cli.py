@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..core.base.errors import PlanError
-from ..core.base.files import write_text
+from ..core.base.files import check_place, write_text
 from ..core.base.graphml import graphml
 from ..core.base.terminal import say, table
 from ..core.base.units import format_bytes, format_count, format_s
@@ -20,6 +20,8 @@ from ..core.commands.options import (
     add_output,
     add_plan,
     asked_reading,
+    assign,
+    check_output,
     emit,
     option_values,
     read_any_plan,
@@ -89,8 +91,9 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Predicts one step. Exit code 0."""
+    check_output(args.output)
     if args.samples is not None:
-        args.set.append(f"variation.samples={args.samples}")
+        assign(args, "variation.samples", str(args.samples), "--samples")
     plan = read_any_plan(args)
     if args.sensitivity:
         only_model(plan, "--sensitivity")
@@ -104,6 +107,8 @@ def run_simulate(args: argparse.Namespace) -> int:
         only_model(plan, "--links")
         if not args.links.endswith(".graphml"):
             raise PlanError(f"--links {args.links}: links are written as a graph; end the name in .graphml.")
+    for file in filter(None, (args.links, args.search_schedule)):
+        check_place(file)
     simulation = simulate(plan, durations=read_durations(args))
     report = {**simulation.report, **explanation(simulation)}
     if args.search_schedule:

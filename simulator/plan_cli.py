@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..core.base.bounds import shown
 from ..core.base.errors import PlanError
 from ..core.base.files import write_text
 from ..core.base.terminal import ranking, say, table
@@ -18,6 +19,8 @@ from ..core.commands.options import (
     SearchSpace,
     add_output,
     add_plan,
+    assign,
+    check_output,
     emit,
     option_values,
     read_search_space,
@@ -92,6 +95,7 @@ def run_plan(args: argparse.Namespace) -> int:
     nothing is written."""
     if args.top < 1:
         raise PlanError(f"--top {args.top}: ask for at least one row.")
+    check_output(args.output, ".toml", *PICTURES)
     if args.merge:
         report, plans = merged(args.merge)
         title = _title(plans[0]) if plans else "no layout fits"
@@ -118,9 +122,11 @@ def _searched(args: argparse.Namespace) -> tuple[dict[str, Any], list[Plan], str
         key, equals, value = each.partition("=")
         key = key.strip()
         dotted = key if "." in key else SHORT_KEYS.get(key, f"layout.{key}")
-        args.set.append(f"{dotted}={value}" if equals else f"--fix {each}")
+        if not equals or not key:
+            raise PlanError(f"--fix {shown(each)}: write KEY=VALUE, such as --fix tp=8.")
+        assign(args, dotted, value, f"--fix {key}")
     if args.batch_tokens is not None:
-        args.set.append(f"batch.global={_sequences(args)}")
+        assign(args, "batch.global", str(_sequences(args)), "--batch-tokens")
     space = read_search_space(args)
     fixed = {f"{section}.{key}" for section, keys in option_values(args).items() for key in keys}
     space = replace(space, free=free_values(args.free, space, fixed))

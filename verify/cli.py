@@ -12,7 +12,15 @@ from ..core.base.findings import Finding
 from ..core.base.terminal import say, table
 from ..core.commands.commands import Command
 from ..core.commands.github import annotation
-from ..core.commands.options import add_output, add_plan, asked_reading, emit, option_values, read_any_plan
+from ..core.commands.options import (
+    add_output,
+    add_plan,
+    asked_reading,
+    check_output,
+    emit,
+    option_values,
+    read_any_plan,
+)
 from ..core.plan.plan import AnyPlan, ModularPlan, only_model
 from ..core.plan.schedule_of import schedule_for
 from ..core.schedule import lower
@@ -31,6 +39,9 @@ from .symbolic.static import StaticProof, check_schedule, prove_static
 if TYPE_CHECKING:
     from ..core.plan.plan import Plan
     from .dynamic.proof import Proof
+
+DEFAULT_STEPS = 3
+"""Optimizer steps of a dynamic proof without --steps."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     dynamic.add_argument(
         "--dynamic", action="store_true", help=("prove that the plan computes what one device computes, bit for bit")
     )
-    dynamic.add_argument(
-        "--steps", type=_positive, default=3, metavar="N", help=("optimizer steps to compare (default: 3)")
-    )
+    dynamic.add_argument("--steps", type=_positive, metavar="N", help=("optimizer steps to compare (default: 3)"))
     dynamic.add_argument(
         "--transport",
         choices=("shm", "gloo", "memory", "nccl", "kernels"),
@@ -84,6 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when nothing is wrong, 1 with findings; bad input raises and ends with 2."""
+    check_output(args.output)
     if args.list:
         emit(args, list_rules, {"rules": [_described(rule) for rule in RULES]})
         return 0
@@ -91,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
         return _score(args)
     if args.against is not None or (args.plan is not None and is_ledger(args.plan)):
         return _compare(args)
-    if args.inject is not None and not args.dynamic:
-        raise PlanError("--inject breaks the sharded run of the dynamic proof. Add --dynamic.")
+    if not args.dynamic:
+        _refuse_dynamic(args)
     given = None if args.plan is not None and args.plan.lower().endswith(".csv") else read_any_plan(args)
     if isinstance(given, ModularPlan):
         for option, value in (("--facts", args.facts), ("--write-collectives", args.write_collectives)):
@@ -104,6 +114,13 @@ def run(args: argparse.Namespace) -> int:
         return _write_collectives(args, plan, schedule)
     facts = Facts() if args.facts is None else read_facts(args.facts, schedule, plan)
     return _report_proof(args, check_schedule(schedule, facts)) if plan is None else _run_plan(args, plan, facts)
+
+
+def _refuse_dynamic(args: argparse.Namespace) -> None:
+    """Raises `PlanError` for an option of the dynamic proof, which nobody asks for."""
+    given = {"--inject": args.inject, "--steps": args.steps, "--transport": args.transport, "--device": args.device}
+    if name := next((name for name, value in given.items() if value is not None), None):
+        raise PlanError(f"{name} is an option of the dynamic proof. Add --dynamic.")
 
 
 def _run_plan(args: argparse.Namespace, plan: AnyPlan, facts: Facts) -> int:
@@ -147,13 +164,11 @@ def _score(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     """Two ledgers after the fact."""
     if args.plan is None or args.against is None:
-        what = (
-            "the ledger to look at"
-            if args.plan is None
-            else (f"{args.plan} is a ledger, and another one to compare it with")
-        )
+        what = "--against" if args.plan is None else f"{args.plan}, a folder,"
+        missing = "Give PLAN, the ledger to look at" if args.plan is None else "Give the other one by --against"
         raise PlanError(
-            f"two ledgers are compared: give {what}, as in: shardproof verify run.ledger --against right.ledger"
+            f"{what} is one ledger, and two are compared. {missing}, as in: shardproof verify run.ledger --against "
+            "right.ledger"
         )
     if given := [
         flag
@@ -230,7 +245,7 @@ def _prove(args: argparse.Namespace, plan: AnyPlan, facts: Facts) -> Proof:
             plan,
             transport=args.transport,
             device=args.device,
-            steps=args.steps,
+            steps=DEFAULT_STEPS if args.steps is None else args.steps,
             fault=fault,
             facts=facts,
             progress=lambda line: say(line, sys.stderr),

@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..core.base.bounds import shown
 from ..core.base.errors import PlanError, TimelineError
-from ..core.base.files import write_text
+from ..core.base.files import check_place, write_text
 from ..core.base.findings import Finding
 from ..core.base.graphml import graphml
 from ..core.base.terminal import say, width_of
@@ -23,6 +24,7 @@ from ..core.commands.options import (
     option_values,
     read_any_plan,
     read_durations,
+    whole_number,
 )
 from ..core.schedule.schedule import Schedule, read_csv
 from ..core.schedule.timeline import Timeline
@@ -44,6 +46,12 @@ from .text import TEXT_WIDTH
 _NO_SECONDS = "--compare {compare}: a schedule CSV has unit costs and no seconds, so it compares only with another CSV."
 
 GRAPH_SUFFIX = ".graphml"
+
+MOST_CHARACTERS = 10_000
+"""Of a line of text: more takes minutes to draw."""
+
+LEAST_PIXELS, MOST_PIXELS = 500, 20_000
+"""Of a picture: names, numbers and the table next to what ranks send take some 430."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -68,13 +76,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scale",
         choices=("auto", "time", "own"),
-        default="auto",
         help="with --compare: one time scale, or each its own; auto takes own from a factor of three on",
     )
     group.add_argument(
         "--by",
         choices=("lane", "timeline"),
-        default="lane",
         help=(
             "with --compare of a prediction and a measurement of the same actions: lane by lane (default), or one "
             "below the other"
@@ -82,7 +88,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--width",
-        type=_positive,
+        type=whole_number,
         metavar="N",
         help=("characters of text (default: the terminal's) or pixels of a picture"),
     )
@@ -102,6 +108,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draws; exit code 0."""
     output = None if args.output in (None, "-") else args.output
+    _check_width(args.width, output)
+    if output is not None:
+        check_place(output)
     if args.what != STEP:
         return draw_plan(args, output)
     if args.axis:
@@ -113,6 +122,9 @@ def run(args: argparse.Namespace) -> int:
     if (args.plan or "").endswith(METRICS_SUFFIX):
         return draw_curves(args, output, color=output is None and not args.json and _wants_color())
     args.compare = _only_other(args.compare)
+    for name, value in (("--scale", args.scale), ("--by", args.by)):
+        if value is not None and args.compare is None:
+            raise PlanError(f"{name} {value} has no effect without --compare. Leave it out, or give --compare OTHER.")
     if output is not None and output.endswith(GRAPH_SUFFIX):
         return _write_graph(args, output)
     on_page = output is not None and kind_of(output) == ".html"
@@ -135,8 +147,8 @@ def run(args: argparse.Namespace) -> int:
             memory=not args.no_memory,
             width=width,
             compare=other,
-            scale=args.scale,
-            by=args.by,
+            scale=args.scale or "auto",
+            by=args.by or "lane",
             time_unit=time_unit,
             color=color,
             extras=extras,
@@ -155,6 +167,14 @@ def run(args: argparse.Namespace) -> int:
             report["lanes"] = [lane.report() for lane in compare_lanes(timeline, other)]
         print(json.dumps(report, indent=2))
     return 0
+
+
+def _check_width(width: int | None, output: str | None) -> None:
+    """Raises `PlanError` for a width on which nothing can be drawn or read."""
+    is_text = output is None or output.endswith(".txt")
+    least, most, unit = (1, MOST_CHARACTERS, "characters") if is_text else (LEAST_PIXELS, MOST_PIXELS, "pixels")
+    if width is not None and not least <= width <= most:
+        raise PlanError(f"--width {shown(width)} must lie between {least:,} and {most:,} {unit}.")
 
 
 def _only_other(given: list[str] | None) -> str | None:
@@ -308,13 +328,6 @@ def _wants_color() -> bool:
         and not os.environ.get("NO_COLOR")
         and os.environ.get("TERM") != "dumb"
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number.")
-    return value
 
 
 DRAW = Command(

@@ -37,8 +37,8 @@ def draw_saved_front(args: argparse.Namespace, output: str | None) -> int:
     given = [value.origin for table in option_values(args).values() for value in table.values()]
     others = {
         "--compare": args.compare,
-        "--scale": args.scale != "auto",
-        "--by": args.by != "lane",
+        "--scale": args.scale,
+        "--by": args.by,
         "--no-memory": args.no_memory,
         "--durations": args.durations,
         "--width": args.width,

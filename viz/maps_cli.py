@@ -102,8 +102,8 @@ def _refuse(args: argparse.Namespace) -> None:
     """Raises `PlanError` for what has no effect on a picture without an axis of time."""
     given = {
         "--compare": args.compare,
-        "--scale": args.scale != "auto",
-        "--by": args.by != "lane",
+        "--scale": args.scale,
+        "--by": args.by,
         "--no-memory": args.no_memory,
         "--durations": args.durations,
         "--axis": args.axis and args.what == "memory",

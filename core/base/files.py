@@ -48,7 +48,10 @@ def read_bytes(path: str | Path, *, most_bytes: int = DOCUMENT_BYTES) -> bytes:
     """The content of a regular file. Raises `FileError` for one that is no such file or has more than `most_bytes`;
     `OSError` where it cannot be opened."""
     with _opened(path, most_bytes) as file:
-        content = file.read(most_bytes + 1)
+        try:
+            content = file.read(most_bytes + 1)
+        except OSError as error:  # its own has no name
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     if len(content) > most_bytes:  # it has grown, or does not say how long it is, as files in /proc
         raise _too_long(path, f"more than {format_bytes(most_bytes)}", most_bytes)
     return content
@@ -80,6 +83,36 @@ def read_lines(path: str | Path) -> Iterator[str]:
             yield _as_text(path, line)
 
 
+def _check_name(path: str | Path) -> None:
+    """Raises `FileError` for no name, as an empty variable of a shell leaves it, and for one with control characters,
+    which would end the line of a message that has it. Bytes that are no UTF-8 may be in names."""
+    if not os.fspath(path):
+        raise FileError("the name of a file is empty. Give one; in a script, look whether the variable is set.")
+    if not is_plain(os.fspath(path).encode("utf-8", "replace").decode()):
+        raise FileError(
+            f"{os.fspath(path)!r} is no name of a file. Give one without control characters such as line breaks."
+        )
+
+
+def check_place(path: str | Path) -> None:
+    """Raises `OSError` where a file of this name cannot be written, `FileError` for a name that is none. Verbs that
+    work long ask before they start. Nothing is made."""
+    _check_name(path)
+    if _own_handle(Path(path)) is not None:
+        return
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "this is a folder. Name a file", str(path))
+    if not target.parent.is_dir():
+        folder = f"there is no folder {target.parent if Path(path).is_symlink() else Path(path).parent}"
+        raise FileNotFoundError(errno.ENOENT, f"{folder}. Make it, or write elsewhere", str(path))
+    is_replaced = not target.exists() or target.is_file()
+    if not os.access(target.parent if is_replaced else target, os.W_OK):
+        raise PermissionError(
+            errno.EACCES, "this cannot be written: its folder is read-only, or another user's", str(path)
+        )
+
+
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Writes a file. Nobody sees half of a regular one: a temporary file next to it is renamed over it, with the
     permissions it had. Links are followed; devices and pipes stay what they are and are written to."""
@@ -94,9 +127,7 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         before = named.stat()
     except FileNotFoundError:
         before = None
-    # else the renaming fails at the end, with the temporary name in its message
-    if before is not None and stat.S_ISDIR(before.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(named))
+    check_place(path)  # else the renaming fails at the end, with the temporary name in its message
     if before is not None and not stat.S_ISREG(before.st_mode):
         with named.open("ab", buffering=0) as file:
             _write_all(file, content)
@@ -112,6 +143,8 @@ def write_text(path: str | Path, text: str) -> None:
 def _opened(path: str | Path, most_bytes: int) -> BinaryIO:
     """A regular file of at most so many bytes, open for reading."""
     _check_name(path)
+    if os.fspath(path) == "-" and not Path(path).exists():
+        raise FileError("-: standard input is not read. Give the name of a file.")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
     except OSError as error:
@@ -187,15 +220,6 @@ def _write_all(file: FileIO, content: bytes) -> None:
     left = memoryview(content)
     while left:
         left = left[file.write(left) :]
-
-
-def _check_name(path: str | Path) -> None:
-    """Raises `FileError` for a name with control characters, which would end the line of a message that has it. Bytes
-    that are no UTF-8 may be in names."""
-    if not is_plain(os.fspath(path).encode("utf-8", "replace").decode()):
-        raise FileError(
-            f"{os.fspath(path)!r} is no name of a file. Give one without control characters such as line breaks."
-        )
 
 
 def _not_regular(path: str | Path, kind: str) -> FileError:

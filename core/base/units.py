@@ -43,9 +43,15 @@ def size_of(text: str, whole_bytes: float) -> int | None:
 
 
 def format_s(seconds: float) -> str:
-    """`1.234 s`, `12.3 ms`, `4.5 us`: three significant digits and the unit that keeps the number above one."""
+    """Four significant digits and the unit that keeps the number above one; from 10,000 s on whole seconds.
+
+    >>> format_s(1.2343), format_s(0.0123), format_s(131600.4)
+    ('1.234 s', '12.3 ms', '131,600 s')
+    """
     if seconds == 0:
         return "0 s"
+    if abs(seconds) >= 9999.5:
+        return f"{seconds:,.0f} s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.4g} {unit}"
@@ -62,8 +68,12 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Decimal units for parameters, tokens and FLOPs: `70.6 B`, `512`."""
+    """Decimal units for parameters, tokens and FLOPs.
+
+    >>> format_count(70.6e9), format_count(512), format_count(0.0622)
+    ('70.6 B', '512', '0.0622')
+    """
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= scale:
             return f"{count / scale:.3g} {unit}"
-    return f"{count:.0f}"
+    return f"{count:.3g}" if abs(count) < 100 else f"{count:.0f}"

@@ -33,8 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+    if argv is None:
+        _open_closed_streams()
     run = run_program if argv is None else exit_code
     return run(" ".join(["shardproof", *arguments[:1]]), lambda: _answer(arguments))
+
+
+def _open_closed_streams() -> None:
+    """Gives standard streams that were closed (`>&-`) a place that takes everything and keeps nothing. Else the next
+    file that is opened would have their number, and be written to by whatever prints there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the first number that is free is its own
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(handle, True)
+            setattr(sys, name, os.fdopen(handle, mode))
 
 
 def run_program(command: str, run: Callable[[], int]) -> int:
@@ -128,6 +140,11 @@ def _run(verb: str, rest: Sequence[str]) -> int:
     names = "".join(f" [{action.metavar}]" for action in parser._actions if not action.option_strings)
     parser.usage = f"shardproof {verb}{names} [options]"
     args = parser.parse_args(rest)
+    for action in parser._actions:
+        given = getattr(args, action.dest, None)
+        if given == "" or (isinstance(given, list) and "" in given):
+            name = "/".join(action.option_strings) or action.metavar
+            parser.error(f"argument {name}: it is empty. In a script, look whether its variable is set")
     try:
         return chosen.run(args)
     except ShardproofError as error:

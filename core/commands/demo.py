@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, TextIO
 
-from ..base.errors import MissingExtraError
+from ..base.errors import MissingExtraError, PlanError
 from ..base.files import write_bytes
 from ..base.terminal import say
 from ..base.units import format_bytes, format_count, format_s
@@ -217,6 +217,8 @@ def compare_runs(demo: Demo, plan: Plan, measured: Timeline) -> bool:
 def run_demo(folder: Path, out: TextIO, *, quick: bool = False) -> tuple[dict[str, Any], bool]:
     """Runs the five steps and writes `report.md` and `report.json` last. Returns the report, and whether
     all of it came out right."""
+    if folder.exists() and not folder.is_dir():
+        raise PlanError(f"-o {folder}: this is a file. Give a folder, which may be new.")
     folder.mkdir(parents=True, exist_ok=True)
     demo = Demo(folder, out, quick)
     say("shardproof: plan it, prove it, run it.", out)
@@ -241,8 +243,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
-        default=Path("shardproof-demo"),
+        default="shardproof-demo",
         metavar="FOLDER",
         help="where pictures and report go",
     )
@@ -263,7 +264,7 @@ def _run(args: argparse.Namespace) -> int:
             "'shardproof[train]'`. "
             "Without it there are simulate, plan, fit, draw and verify without --dynamic."
         )
-    report, ok = run_demo(args.output, sys.stderr if args.json else sys.stdout, quick=args.quick)
+    report, ok = run_demo(Path(args.output), sys.stderr if args.json else sys.stdout, quick=args.quick)
     if args.json:
         print(json.dumps(report))
     return 0 if ok else 1

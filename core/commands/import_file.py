@@ -14,7 +14,7 @@ from ..imports.account import STATUSES, Imported
 from ..imports.given import import_file, known_formats, request_of, unknown_format
 from ..plan.plan import any_plan
 from .commands import Command
-from .options import add_output, add_plan, emit, import_variables, option_values, with_options
+from .options import add_output, add_plan, check_output, emit, import_variables, option_values, with_options
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     then."""
     if args.plan is None:
         raise PlanError(f"import which file? Give it: {known_formats()}.")
+    check_output(args.output, ".toml")
     options = option_values(args)
     request = request_of(read_text(args.plan), args.plan, options, import_variables(args))
     if (imported := import_file(request, args.import_from)) is None:

@@ -15,7 +15,7 @@ from typing import Any
 from ...core.plan.plan import AnyPlan
 from ..base.bounds import shown
 from ..base.errors import PlanError
-from ..base.files import write_text
+from ..base.files import check_place, write_text
 from ..base.terminal import Text, fitted, say
 from ..imports.account import Imported
 from ..imports.given import Reading, known_formats, values_of
@@ -266,8 +266,13 @@ def option_values(args: argparse.Namespace) -> Values:
     if args.schedule is not None:
         put("schedule.file" if args.schedule.endswith(".csv") else "schedule.name", args.schedule, "--schedule")
     for assignment in args.set:
-        put(*_assignment(assignment))
+        put(*_assignment(assignment) if isinstance(assignment, str) else assignment)
     return values
+
+
+def assign(args: argparse.Namespace, key: str, text: str, option: str) -> None:
+    """Sets a key of the plan as --set does, for an `option` of another name, which problems then name."""
+    args.set.append((*_assignment(f"{key}={text}")[:2], option))
 
 
 def _assignment(text: str) -> tuple[str, Any, str]:
@@ -297,6 +302,10 @@ def _values(args: argparse.Namespace, *, complete: bool = True) -> tuple[Values,
     if args.plan is not None:
         values, imported = given_values(args, options)
         return with_options(values, options), args.plan, imported
+    if given := ["--from"] * (args.import_from is not None) + ["--variable"] * bool(args.variable):
+        raise PlanError(
+            f"{given[0]} says how PLAN is read, and there is no PLAN. Give the file, or leave {given[0]} out."
+        )
     values = with_options({}, options)
     if not values.get("model"):
         raise PlanError(
@@ -323,9 +332,12 @@ def with_options(values: Values, options: Values) -> Values:
 
 def given_values(args: argparse.Namespace, options: Values) -> tuple[Values, Imported | None]:
     """The values of PLAN, and its account where it is somebody else's file. `options` tell how many devices there are.
-    Raises `PlanError` as `values_of` does."""
+    Raises `PlanError` as `values_of` does, and for variables of a file that has none."""
     reading = asked_reading(args)
-    return values_of(args.plan, named=reading.named, options=options, variables=reading.variables)
+    values, imported = values_of(args.plan, named=reading.named, options=options, variables=reading.variables)
+    if imported is None and args.variable:
+        raise PlanError(f"--variable is about a script, and {args.plan} is a plan.toml. Leave it out, or use --set.")
+    return values, imported
 
 
 def asked_reading(args: argparse.Namespace) -> Reading:
@@ -435,15 +447,19 @@ def read_durations(args: argparse.Namespace) -> list[Timeline]:
     return [Timeline.load(name) for name in args.durations or ()]
 
 
-def check_output(output: str | None) -> None:
-    """Raises `PlanError` for an -o FILE whose suffix names neither JSON nor text; verbs that work long
-    ask before they start."""
-    suffix = Path(output or "-").suffix
-    if suffix not in OUTPUT_SUFFIXES:
+def check_output(output: str | None, *others: str) -> None:
+    """Raises `PlanError` for an -o FILE whose suffix names neither JSON nor text nor what else a verb writes,
+    and `OSError` where it cannot be written; verbs that work long ask before they start."""
+    if output is None or output == "-":
+        return
+    suffix = Path(output).suffix
+    if suffix not in OUTPUT_SUFFIXES and not output.endswith(others):
+        *first, last = (".json", ".txt", *others)
         raise PlanError(
-            f"-o {output}: this verb writes .json or .txt, not {suffix}. `shardproof draw` writes "
-            "pictures, `plan` a .toml."
+            f"-o {output}: this verb writes {', '.join(first)} or {last}, not {suffix}. `shardproof draw` writes "
+            "pictures."
         )
+    check_place(output)
 
 
 def emit(args: argparse.Namespace, text: Text, report: Mapping[str, Any]) -> None:

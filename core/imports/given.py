@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -11,7 +12,9 @@ from ..base.errors import FileError, PlanError
 from ..base.files import read_text
 from ..plan.toml import Given, Values, read_values
 from .account import Imported, Request
+from .megatron_command import LINE_VARIABLE
 from .readers import READERS, reader_of
+from .torchtitan_python import VARIABLE as FUNCTION_VARIABLE
 
 
 def import_file(request: Request, named: str | None = None) -> Imported | None:
@@ -22,7 +25,29 @@ def import_file(request: Request, named: str | None = None) -> Imported | None:
     """
     name, _, version = (named or "").partition(":")
     reader = reader_of(request, name or None)
-    return None if reader is None else reader.read(replace(request, version=version or None))
+    if reader is None:
+        return None
+    _check_variables(request)
+    return reader.read(replace(request, version=version or None))
+
+
+_OF_READERS = re.compile(rf"{LINE_VARIABLE}|{FUNCTION_VARIABLE}|SLURM_\w+")
+"""Variables that readers ask for, whatever a file says."""
+
+_TAKES_IN = re.compile(r"^\s*(\.|source)\s", re.MULTILINE)
+
+
+def _check_variables(request: Request) -> None:
+    """Raises `PlanError` for a variable that the file does not name: mistyped, it would leave a default as it is. A
+    script that takes in others may mean one of theirs."""
+    if _TAKES_IN.search(request.text):
+        return
+    for name in request.variables:
+        used = rf"\$\{{?({name}\b|[@*#])" if name.isdigit() else rf"(?<!\w){name}(?!\w)"
+        if not _OF_READERS.fullmatch(name) and not re.search(used, request.text):
+            raise PlanError(
+                f"--variable {name}: {request.source} has no variable of this name. Mend it, or leave it out."
+            )
 
 
 def request_of(

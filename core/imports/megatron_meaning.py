@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+from ..base.errors import UnknownNameError
 from ..base.findings import NOWHERE
 from ..plan.toml import Given
 from .account import Imported, Request, Setting
 from .megatron_command import LAUNCHER, training_command
 from .megatron_data import read_data
+from .megatron_flags import RELEASES
 from .megatron_layout import read_layout
 from .megatron_model import read_model
 from .megatron_occurrences import TrainingCommand
@@ -38,7 +40,10 @@ _OTHER_PROGRAMS = {
 
 
 def imported_from(request: Request) -> Imported:
-    """What the file says. Raises `PlanError` where it has no training command, or several that differ."""
+    """What the file says. Raises `PlanError` where it has no training command, or several that differ;
+    `UnknownNameError` for a release that there is not."""
+    if request.version is not None and request.version not in RELEASES:
+        raise UnknownNameError("release of Megatron", request.version, RELEASES)
     command = training_command(request)
     reading = Reading(command, request.source, request.version)
     version, mixture = detected_version(reading.flags, reading.last)

@@ -216,9 +216,7 @@ def unknown_value(each: Occurrence) -> str:
 
 
 def in_release(flag: Flag, version: str) -> bool:
-    """True where a release has a flag; a version that is no release in the table has all."""
-    if version not in RELEASES:
-        return True
+    """True where a release has a flag."""
     return RELEASES.index(flag.first) <= RELEASES.index(version) <= RELEASES.index(flag.last)
 
 

@@ -14,8 +14,6 @@ from ..base.option import Bounded, noun, option
 if TYPE_CHECKING:
     from .cluster import ClusterSpec
 
-LINK_KINDS = ("device", "card", "node", "leaf")
-
 
 @noun()
 class Variation(Bounded, section="variation"):

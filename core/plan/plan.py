@@ -480,11 +480,6 @@ class ModularPlan:
         return tuple(found)
 
     @property
-    def has_equal_dp(self) -> bool:
-        """True when all modules cut the batch in the same way."""
-        return len({module.layout.dp for module in self.modules}) == 1
-
-    @property
     def degrees(self) -> str:
         """For people: `encoder tp4 -> decoder tp2 pp2`; `left tp2 + right pp2 -> last tp3`, and what is fed
         by others in brackets."""

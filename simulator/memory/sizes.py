@@ -47,11 +47,6 @@ class StageSizes:
     offloaded_optimizer_bytes: int = 0
 
 
-def stage_activation_bytes(plan: Plan) -> list[int]:
-    """Bytes one microbatch keeps on every stage between forward and backward."""
-    return [sizes.tape.retained_bytes for sizes in stage_sizes(plan)]
-
-
 def group_retained_bytes(plan: Plan, group: Group) -> int:
     """Bytes one microbatch keeps of one part of a group, on the device or in host memory."""
     return _part_memory(LayerTensors(plan, profile_of(plan).memory), group).retained_bytes

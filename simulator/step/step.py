@@ -246,7 +246,7 @@ def report_of(
         "mfu": flops.model / peak_flops,
         "mfu_causal": flops.model_causal / peak_flops,
         "hfu": flops.hardware / peak_flops,
-        "bubble_fraction": (step_s - float(busy[bubble_pp])) / step_s,
+        "bubble_fraction": max(0.0, step_s - float(busy[bubble_pp])) / step_s,  # sums round
         "bubble_rank": ranks[bubble_pp],
         "critical_rank": ranks[critical_pp],
         "time_s": attribute(run, critical_pp, prices),

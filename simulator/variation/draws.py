@@ -122,7 +122,7 @@ def slowest(
 def pareto_exponent(spread: float) -> float:
     """The exponent a of a Pareto distribution with that relative standard deviation: spread^2 = 1 / (a (a - 2)).
 
-    >>> pareto_exponent(0.5) * (pareto_exponent(0.5) - 2)
+    >>> round(pareto_exponent(0.5) * (pareto_exponent(0.5) - 2), 12)
     4.0
     """
     return 1 + math.sqrt(1 + 1 / spread**2)

@@ -237,8 +237,8 @@ def test_no_steps_are_trained_and_only_validated(capsys):
     [
         (["--set", "train.steps=1", "--set", "train.learning_rate=1e30"], "Lower train.learning_rate"),
         (["--set", "train.steps=0", "-o", "run.timeline.json"], "no step of train.steps=0 is left to measure"),
-        (["-o", "run.svg"], "writes .json or .txt"),
-        (["-o", "."], "directory"),
+        (["-o", "run.svg"], "writes .json, .txt or .timeline.json, not .svg"),
+        (["-o", "."], "this is a folder. Name a file"),
     ],
 )
 def test_bad_input_of_training_is_reported_in_a_sentence(options, message, capsys):

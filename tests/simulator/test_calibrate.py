@@ -234,7 +234,12 @@ def test_a_quantile_outside_0_to_1_is_wrong_usage(capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [(["--rounds", "0"], "must be at least 1"), (["-o", "nowhere/here.toml"], "no folder nowhere")]
+    ("given", "words"),
+    [
+        (["--rounds", "0"], "must be at least 1"),
+        (["-o", "nowhere/here.toml"], "no folder nowhere"),
+        (["-o", "here.svg"], "writes .json, .txt or .toml, not .svg"),
+    ],
 )
 def test_what_cannot_be_done_is_said_before_measuring(given, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -23,6 +23,20 @@ def test_simulate_prints_a_table_and_json_of_the_same_step(capsys):
     assert f"{report['mfu']:.1%}" in text
 
 
+def test_a_step_of_hours_is_written_in_whole_seconds_and_one_device_has_no_bubble(capsys):
+    assert (
+        main(["simulate", "--model", "gpt3-175b", "--cluster", "dgx-h100", "--devices", "1", "--global-batch", "4096"])
+        == 0
+    )
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["step", "15,455", "s"] in words and ["bubble", "0.0%"] in [line[:2] for line in words]
+
+
+def test_sums_that_round_make_no_bubble_below_zero(capsys):
+    assert main(["simulate", "--model", "gpt3-175b", "--json"]) == 0  # -2e-16 of the step, with the rates of two cores
+    assert json.loads(capsys.readouterr().out)["bubble_fraction"] >= 0
+
+
 def test_simulate_says_when_the_step_does_not_fit(capsys):
     main(["simulate", "--model", "llama3-70b", "--cluster", "dgx-h100", "--devices", "8", "--tp", "8"])
     assert "which does not fit" in capsys.readouterr().out

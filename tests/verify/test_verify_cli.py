@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from shardproof.core.commands.cli import main
 from shardproof.core.schedule import build, lower
 from shardproof.core.schedule.schedule import Schedule
-from shardproof.verify.schedule import grid as grid_module
 from shardproof.verify.schedule.grid import grid
 from shardproof.verify.schedule.rules import RULES
 
@@ -125,6 +123,5 @@ def test_a_large_schedule_is_shown_as_a_window_around_the_fault() -> None:
     assert text.splitlines()[-1] == "(ranks 17-22 of 32, steps 184-215 of 386)"
 
 
-def test_grid_example_in_docstring_runs() -> None:
-    assert doctest.testmod(grid_module).failed == 0
+def test_the_grid_of_one_rank_has_its_steps_below_each_other() -> None:
     assert grid(Schedule.from_csv("0F0,0B0"), []).splitlines()[1] == "step 0   0F0"

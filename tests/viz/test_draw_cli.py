@@ -111,17 +111,33 @@ def test_compare_draws_both(folder, capsys, full):
         (["two.csv", "--tp", "2"], "--tp: plan options have no effect on two.csv"),
         (["bad.json"], "bad.json: not a recorded timeline"),
         (["bad.csv"], "0Q1"),
-        (["two.csv", "-o", "nowhere/x.svg"], "nowhere/x.svg: No such file or directory"),
+        (["two.csv", "-o", "nowhere/x.svg"], "nowhere/x.svg: there is no folder nowhere. Make it"),
+        (["two.csv", "--scale", "own"], "--scale own has no effect without --compare"),
+        (["two.csv", "--by", "lane"], "--by lane has no effect without --compare"),
+        (["two.csv", "--width", "0"], "must lie between 1 and 10,000 characters"),
+        (["two.csv", "--width", "99999999"], "must lie between 1 and 10,000 characters"),
+        (["two.csv", "--width", "5", "-o", "x.svg"], "must lie between 500 and 20,000 pixels"),
+        (["two.csv", "--width", "x"], "'x' is not a whole number"),
+        (["-"], "-: standard input is not read. Give the name of a file."),
+        ([""], "argument PLAN: it is empty"),
     ],
 )
 def test_bad_input_is_code_2_with_one_message_and_no_file(folder, capsys, arguments, message):
     (folder / "bad.json").write_text("{}")
     (folder / "bad.csv").write_text("0F0,0Q1\n")
     before = {path.name for path in folder.iterdir()}
-    assert main(["draw", *arguments]) == 2
+    assert _code(["draw", *arguments]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.out == "" and "Traceback" not in printed.err
     assert {path.name for path in folder.iterdir()} == before
+
+
+def _code(arguments):
+    """The exit code, which the parser of options raises."""
+    try:
+        return main(arguments)
+    except SystemExit as leave:
+        return leave.code
 
 
 def on_a_terminal(folder, **environment):

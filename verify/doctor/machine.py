@@ -33,7 +33,6 @@ class Machine:
     processor: str = ""
     num_cores: int = 1
     memory_bytes: int = 0
-    shared_memory_bytes: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
     links: tuple[tuple[int, int], ...] = ()
@@ -79,12 +78,10 @@ def this_machine() -> Machine:
     """What is here. Asks torch for GPUs, and nvidia-smi where there are some; starts no CUDA context."""
     gpus, multicast, why, found = _gpus()
     topology = _asked("nvidia-smi", "topo", "-m") if len(gpus) > 1 else ""
-    shared = os.statvfs("/dev/shm") if Path("/dev/shm").exists() else None
     return Machine(
         processor=_processor(),
         num_cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        shared_memory_bytes=0 if shared is None else shared.f_bavail * shared.f_frsize,
         versions={**_versions(), **found},
         gpus=gpus,
         links=linked(topology),

@@ -173,13 +173,3 @@ def _next_move(op: Op, rank: _Rank, memory: Mapping[str, int]) -> Iterator[tuple
         yield f"{op.place}: {op.expected} becomes {op.value} ({op.order})", after, {op.place: op.value}
     elif op.kind == "store":
         yield f"{op.place} = {op.value} ({op.order})", after, {op.place: op.value}
-
-
-def to_words(result: Explored) -> str:
-    """For people: what was found, with the way to it."""
-    return "\n".join([f"{result.kind} in {result.num_states:,} states", *result.trace])
-
-
-def as_data(result: Explored) -> dict[str, Any]:
-    """For reports."""
-    return {"ok": result.ok, "kind": result.kind, "num_states": result.num_states, "trace": list(result.trace)}

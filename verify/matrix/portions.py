@@ -55,8 +55,8 @@ def part_of(
     """The items of a part, in their order. Items of one `group` share work and stay together; groups are
     cut by the sum of `cost`.
 
-    >>> [part_of([5, 4, 3, 3, 3], Part(i, 2), cost=float, group=id) for i in (1, 2)]
-    [[5, 3], [4, 3, 3]]
+    >>> [part_of(["aaaaa", "bbbb", "ccc", "ddd", "eee"], Part(i, 2), cost=len, group=str) for i in (1, 2)]
+    [['aaaaa', 'ddd'], ['bbbb', 'ccc', 'eee']]
     """
     costs: dict[Hashable, float] = {}
     for item in items:

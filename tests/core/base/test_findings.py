@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 
 from shardproof import Finding
-from shardproof.core.base import errors, findings
 from shardproof.core.base.findings import Where
 
 FIELDS = ("rule", "severity", "where", "what", "hint", "rank", "action", "axis", "tensor", "microbatch", "key")
@@ -40,7 +38,3 @@ def test_json_has_every_field_and_null_where_it_is_unknown() -> None:
     assert tuple(found) == FIELDS and found["rank"] == 0
     assert all(found[name] is None for name in FIELDS[6:])
     assert Finding(**found) == Finding("a-rule", "error", "here", "this.", rank=0)
-
-
-def test_docstrings() -> None:
-    assert not doctest.testmod(findings).failed and not doctest.testmod(errors).failed

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 
 import pytest
 
-from shardproof.core.base import names
 from shardproof.core.base.findings import ProofFailed
 from shardproof.core.base.names import LONGEST_LINE, is_plain, one_line, printable, shortened
 from shardproof.core.base.terminal import say
 from shardproof.core.commands.cli import main
-
-
-def test_the_examples_hold() -> None:
-    assert doctest.testmod(names).failed == 0
 
 
 @pytest.mark.parametrize("letter", ["\n", "\r", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\u202e", "\ud800"])

@@ -147,6 +147,78 @@ def test_a_missing_plan_exits_2_and_names_it(capsys):
     assert "nowhere.toml: No such file or directory." in capsys.readouterr().err
 
 
+def _code(arguments):
+    """The exit code, which the parser of options raises."""
+    try:
+        return main(arguments)
+    except SystemExit as leave:
+        return leave.code
+
+
+TINY = ["--model", "tiny-llama", "--sequence", "64", "--global-batch", "8", "--devices", "4", "--cluster", "dgx-h100"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["simulate", *TINY, "-o", "nowhere/x.json"], "nowhere/x.json: there is no folder nowhere. Make it"),
+        (["simulate", *TINY, "-o", ""], "argument -o/--output: it is empty."),
+        (["simulate", *TINY, "--links", "nowhere/x.graphml"], "there is no folder nowhere"),
+        (["simulate", *TINY, "--samples", "-3"], "--samples: samples = -3 must be at least 0"),
+        (["simulate", *TINY, "--from", "megatron"], "--from says how PLAN is read, and there is no PLAN"),
+        (["simulate", *TINY, "--variable", "TP=2"], "--variable says how PLAN is read, and there is no PLAN"),
+        (["simulate", "-"], "-: standard input is not read. Give the name of a file."),
+        (["simulate", ""], "argument PLAN: it is empty. In a script, look whether its variable is set."),
+        (["plan", *TINY, "-o", "nowhere/x.toml"], "there is no folder nowhere"),
+        (["plan", *TINY, "-o", "x.csv"], "writes .json, .txt, .toml, .svg or .png, not .csv"),
+        (["plan", *TINY, "--fix", "tp"], "--fix 'tp': write KEY=VALUE, such as --fix tp=8."),
+        (["plan", *TINY, "--fix", "tpp=2"], "--fix tpp: unknown key 'tpp' in [layout]; did you mean 'tp'?"),
+        (["check", *TINY, "--picture", "nowhere/x.svg"], "there is no folder nowhere"),
+        (["export", *TINY, "--to", "csv", "-o", ""], "argument -o/--output: it is empty."),
+        (["export", *TINY, "--to", "slurm", "-o", "nowhere/job/"], "there is no folder nowhere"),
+        (["verify", *TINY, "--dynamic", "-o", "nowhere/x.json"], "there is no folder nowhere"),
+        (["verify", *TINY, "--steps", "5"], "--steps is an option of the dynamic proof. Add --dynamic."),
+        (["verify", *TINY, "--transport", "shm"], "--transport is an option of the dynamic proof. Add --dynamic."),
+        (["doctor", "-o", "nowhere/x.json"], "there is no folder nowhere"),
+        (["demo", "-o", ""], "argument -o/--output: it is empty."),
+        (["tokenize", "a.txt", "--tokenizer", "bytes", "-o", "-"], "-o -: tokens are three files"),
+        (["simulate", *TINY, "--links", ""], "argument --links: it is empty."),
+        (["tokenize", "a.txt", "", "--tokenizer", "bytes", "-o", "x"], "argument FILES: it is empty."),
+        (["train", *TINY, "--save-huggingface", ""], "argument --save-huggingface: it is empty."),
+        (["verify", ""], "argument PLAN: it is empty. In a script, look whether its variable is set."),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_any_work_and_nothing_is_written(
+    arguments, words, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert _code(arguments) == 2
+    captured = capsys.readouterr()
+    assert words in " ".join(captured.err.split()) and captured.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_are_as_if_nobody_read_them_and_stay_out_of_files(closed, tmp_path):
+    command = f"{sys.executable} -m shardproof presets gpt2 -o out.json {closed}"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, check=False).returncode == 0
+    assert json.loads((tmp_path / "out.json").read_text())
+
+
+def test_an_exported_file_goes_to_standard_output_by_a_dash(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *TINY, "--to", "csv", "-o", "-"]) == 0
+    assert capsys.readouterr().out.startswith("0F0,")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_exported_to_is_made_where_its_name_says_so(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main(["export", *TINY, "--to", "slurm", "-o", "job/"]) == 0
+    assert {path.name for path in (tmp_path / "job").iterdir()} == {"train.sbatch", "plan.toml"}
+
+
 def test_an_unknown_service_is_named():
     with pytest.raises(UnknownNameError, match="did you mean 'simulate'"):
         service("simulat")

@@ -30,7 +30,7 @@ def test_one_file_goes_to_a_file_and_several_to_a_folder(tmp_path: Path, capsys)
     assert main(["export", *GIVEN, "--to", "csv", "-o", str(tmp_path / "s.csv")]) == 0
     assert Schedule.from_csv((tmp_path / "s.csv").read_text()).num_ranks == 2
     assert main(["export", *GIVEN, "--to", "slurm", "-o", str(tmp_path / "job.sh")]) == 2
-    assert "Give a folder that exists." in capsys.readouterr().err
+    assert "Give a folder, as in -o job/." in capsys.readouterr().err
     assert main(["export", *GIVEN, "--to", "slurm", "-o", str(tmp_path)]) == 0
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.toml", "s.csv", "train.sbatch"]
     assert Plan.from_toml((tmp_path / "plan.toml").read_text()).layout.degrees.startswith("tp2 pp2")

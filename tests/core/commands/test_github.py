@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import pickle
 import re
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 from shardproof import Finding, Layout, Plan
 from shardproof.core.base.errors import PlanError, Problem, ScheduleError
 from shardproof.core.base.findings import Location
-from shardproof.core.commands import github
 from shardproof.core.commands.cli import main
 from shardproof.core.commands.github import annotation, error_annotations, line_of, location_of_key
 from shardproof.core.imports.given import Reading
@@ -180,7 +178,3 @@ def test_a_script_is_read_for_its_lines_as_it_was_read_for_its_plan(tmp_path: Pa
     assert asked == Location(str(script), 4) != location_of_key(str(script), "layout.tp")
     with pytest.raises(PlanError, match="a table of settings"):
         location_of_key(str(script), "layout.tp", Reading("accelerate"))
-
-
-def test_docstrings() -> None:
-    assert doctest.testmod(github).failed == 0

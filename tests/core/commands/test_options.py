@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from shardproof.core.base.errors import PlanError
+from shardproof.core.base.errors import FileError, PlanError
 from shardproof.core.base.files import write_text
 from shardproof.core.commands.options import (
     add_output,
@@ -143,6 +143,11 @@ def test_problems_name_the_option_they_came_from(plan_file):
         assert expected in problems
 
 
+def test_variables_are_of_scripts_and_not_of_a_plan(plan_file):
+    with pytest.raises(PlanError, match="--variable is about a script"):
+        read_plan(parse(f"{plan_file} --variable TP=8"))
+
+
 def test_no_plan_and_no_model_asks_for_one():
     with pytest.raises(PlanError, match="which model"):
         read_plan(parse("--devices 8"))
@@ -223,10 +228,11 @@ def test_writing_replaces_a_file_and_leaves_nothing_behind_when_it_fails(tmp_pat
 
 def test_a_file_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for target in (tmp_path, ""):
-        with pytest.raises(OSError, match="directory") as caught:
-            write_text(target, "text")
-        assert caught.value.filename == str(target or ".")
+    with pytest.raises(OSError, match="this is a folder") as caught:
+        write_text(tmp_path, "text")
+    assert caught.value.filename == str(tmp_path)
+    with pytest.raises(FileError, match="the name of a file is empty"):
+        write_text("", "text")
 
 
 def test_emit_refuses_a_kind_it_does_not_write(tmp_path):

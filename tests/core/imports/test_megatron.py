@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.gates import sampled
-from shardproof.core.base.errors import PlanError
+from shardproof.core.base.errors import PlanError, UnknownNameError
 from shardproof.core.commands.cli import main
 from shardproof.core.imports.account import STATUSES, Request
 from shardproof.core.imports.given import import_file, values_of
@@ -158,6 +158,19 @@ def test_a_yaml_file_needs_devices_alone():
     plan = any_plan(values, "model_config.yaml")
     assert (plan.layout.tp, plan.layout.dp, plan.precision.dtype) == (2, 4, "bf16")
     assert (plan.recompute.mode, plan.recompute.modules) == ("selective", ("norm", "mlp"))
+
+
+def test_a_variable_that_the_script_does_not_have_is_refused():
+    path = str(SCRIPTS / "unknown_value.sh")
+    with pytest.raises(PlanError, match="--variable TPP: "):
+        values_of(path, variables={"1": "4", "TPP": "8"})
+    with pytest.raises(PlanError, match="--variable 2: "):
+        values_of(path, variables={"1": "4", "2": "8"})
+
+
+def test_a_release_that_there_is_not_is_refused_with_those_that_there_are():
+    with pytest.raises(UnknownNameError, match=r"unknown release of Megatron '99'.*0\.8"):
+        values_of(str(SCRIPTS / "unknown_value.sh"), named="megatron:99", variables={"1": "4"})
 
 
 def test_variables_settle_what_is_not_known():

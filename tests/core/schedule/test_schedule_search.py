@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import random
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from shardproof.core.base.errors import ScheduleError
-from shardproof.core.schedule import CATALOG, build, search
+from shardproof.core.schedule import CATALOG, build
 from shardproof.core.schedule.action import Kind
 from shardproof.core.schedule.messages import add_messages
 from shardproof.core.schedule.passes import add_reductions, add_steps
@@ -496,7 +495,3 @@ def test_the_smallest_capacity_that_an_error_names_is_enough() -> None:
     loop = search_schedule(**given_, capacity=[2, 2, 5])
     assert loop.schedule.placement.kind == "loop"
     assert loop.peak_activation == (2, 2, 5)
-
-
-def test_example_in_the_docstring_runs() -> None:
-    assert doctest.testmod(search).failed == 0

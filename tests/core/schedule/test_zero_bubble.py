@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.core.base.errors import ScheduleError
-from shardproof.core.schedule import build, interleaved_zero_bubble, rows
+from shardproof.core.schedule import build
 from shardproof.core.schedule.interleaved_zero_bubble import uneven_rounds
 from shardproof.simulator.engine.engine import run_schedule
 
@@ -196,8 +195,3 @@ def test_rounds_of_unequal_size_are_refused_with_the_nearest_that_work(pp, vpp, 
     between = range(below + 1, above)
     assert num_microbatches in between and all(uneven_rounds(pp, each) for each in between)
     assert uneven_rounds(pp, below) is None and uneven_rounds(pp, above) is None
-
-
-@pytest.mark.parametrize("module", [rows, interleaved_zero_bubble], ids=lambda module: module.__name__)
-def test_examples_in_docstrings_run(module) -> None:
-    assert doctest.testmod(module).failed == 0

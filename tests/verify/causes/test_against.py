@@ -179,7 +179,7 @@ def test_other_problems_and_other_machines_are_said_first(saved: Callable[..., P
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{one}"], "two ledgers are compared"),
+        (["{one}"], "is one ledger, and two are compared. Give the other one by --against"),
         (["{one}", "--against", "{empty}"], "has no ledger"),
         (["{one}", "--against", "{one}", "--dynamic"], "--dynamic belongs to a plan"),
         (["{torn}", "--against", "{one}"], "rank-2.jsonl is not there"),
