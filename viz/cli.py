@@ -50,8 +50,8 @@ GRAPH_SUFFIX = ".graphml"
 MOST_CHARACTERS = 10_000
 """Of a line of text: more takes minutes to draw."""
 
-LEAST_PIXELS, MOST_PIXELS = 500, 20_000
-"""Of a picture: names, numbers and the table next to what ranks send take some 430."""
+LEAST_PIXELS, LEAST_OF_TRAFFIC, MOST_PIXELS = 200, 500, 20_000
+"""Of a picture: names and numbers take some 130, the table next to what ranks send 430."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +108,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draws; exit code 0."""
     output = None if args.output in (None, "-") else args.output
-    _check_width(args.width, output)
+    _check_width(args.width, output, args.what)
     if output is not None:
         check_place(output)
     if args.what != STEP:
@@ -169,10 +169,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_width(width: int | None, output: str | None) -> None:
+def _check_width(width: int | None, output: str | None, what: str) -> None:
     """Raises `PlanError` for a width on which nothing can be drawn or read."""
     is_text = output is None or output.endswith(".txt")
-    least, most, unit = (1, MOST_CHARACTERS, "characters") if is_text else (LEAST_PIXELS, MOST_PIXELS, "pixels")
+    pixels = LEAST_OF_TRAFFIC if what == "traffic" else LEAST_PIXELS
+    least, most, unit = (1, MOST_CHARACTERS, "characters") if is_text else (pixels, MOST_PIXELS, "pixels")
     if width is not None and not least <= width <= most:
         raise PlanError(f"--width {shown(width)} must lie between {least:,} and {most:,} {unit}.")
 

@@ -116,7 +116,11 @@ def test_compare_draws_both(folder, capsys, full):
         (["two.csv", "--by", "lane"], "--by lane has no effect without --compare"),
         (["two.csv", "--width", "0"], "must lie between 1 and 10,000 characters"),
         (["two.csv", "--width", "99999999"], "must lie between 1 and 10,000 characters"),
-        (["two.csv", "--width", "5", "-o", "x.svg"], "must lie between 500 and 20,000 pixels"),
+        (["two.csv", "--width", "5", "-o", "x.svg"], "must lie between 200 and 20,000 pixels"),
+        (
+            ["--model", "gpt2", "--tp", "2", "--what", "traffic", "--width", "400", "-o", "x.svg"],
+            "must lie between 500 and 20,000 pixels",
+        ),
         (["two.csv", "--width", "x"], "'x' is not a whole number"),
         (["-"], "-: standard input is not read. Give the name of a file."),
         ([""], "argument PLAN: it is empty"),
