@@ -32,9 +32,9 @@ MIXED = {**EXPERTS, "first_dense_layers": 1}
 def skips_the_norm(stays_away: Callable[[Sequence[Held]], bool], patches: Patches) -> None:
     """A rank that has nothing of some kind leaves out the collective of the gradient norm, and all others go to it."""
 
-    def make(norm: Callable[..., float]) -> Callable[..., float]:
-        def of_ranks(totals: Totals, held: Sequence[Held], gradients: Sequence[Tensor]) -> float:
-            return 1.0 if stays_away(held) else norm(totals, held, gradients)
+    def make(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def of_ranks(totals: Totals, held: Sequence[Held], gradients: Sequence[Tensor]) -> Tensor:
+            return torch.ones((), dtype=torch.float64) if stays_away(held) else norm(totals, held, gradients)
 
         return of_ranks
 

@@ -38,7 +38,7 @@ Problem = tuple[Plan, int, Scenario]
 class Verdict:
     """What was said of one mutant. `first` is the JSON form of the first divergence, None where nothing differs or the
     run stopped; `words` is the finding for people. `is_placed` and `is_classed` compare with what was expected. Of a
-    mutant that is not caught `failed` says that the verifier itself did, as `words` say."""
+    mutant that is not caught `failed` says that the verifier or the mutant itself did, as `words` say."""
 
     mutant: Mutant
     caught: bool
@@ -127,7 +127,7 @@ class Judge:
         try:
             return self.verdict(mutant)
         except Exception as error:
-            words = f"the verifier failed: {type(error).__name__}: {error}"
+            words = f"there is no verdict: {type(error).__name__}: {error}"
             return Verdict(mutant, False, False, False, words, None, UNNOTICED, failed=True)
 
     def verdict(self, mutant: Mutant) -> Verdict:
@@ -144,8 +144,9 @@ class Judge:
             run, differences = run_against(reference, replace(owned, wraps_rank=broken), "memory")
         except (RankFailure, PlanError) as failure:
             _assert_reached(broken)
-            placed = isinstance(mutant.expected, Stops) and mutant.expected.is_placed(failure)
-            return Verdict(mutant, True, placed, isinstance(mutant.expected, Stops), str(failure), None, NOTICED)
+            if not isinstance(mutant.expected, Stops):  # an error in the mutant itself is no bug that was found
+                raise RuntimeError(f"the run stopped, which this bug does not: {failure}") from failure
+            return Verdict(mutant, True, mutant.expected.is_placed(failure), True, str(failure), None, NOTICED)
         _assert_reached(broken)
         practice = judge_by_habit(reference, run)
         if not differences:

@@ -165,8 +165,8 @@ def test_a_mutant_that_nobody_reaches_is_a_failure_of_the_catalog() -> None:
 
 
 def test_a_mutant_that_changes_nothing_is_missed_and_one_that_stops_is_located_by_its_rank() -> None:
-    stops = Stops(r"rank 1 failed.*out of ideas", ranks=(1,))
-    score = judge_mutants([mutant(nothing, EXPECTED), mutant(stops_rank_1, stops), mutant(stops_rank_1, EXPECTED)])
+    stops, others = Stops(r"rank 1 failed.*out of ideas", ranks=(1,)), Stops("rank 2 failed")
+    score = judge_mutants([mutant(nothing, EXPECTED), mutant(stops_rank_1, stops), mutant(stops_rank_1, others)])
     report = report_of(score)
     counts = {
         name: report[name] for name in ("ok", "injected", "caught", "located", "false_alarms", "missed", "clean_runs")
@@ -183,6 +183,12 @@ def test_a_mutant_that_changes_nothing_is_missed_and_one_that_stops_is_located_b
     assert report["practice"] == {"loss_of_step_1": 2, "allclose_of_step_1": 2}
     assert [finding["rule"] for finding in report["findings"]] == ["mutant-missed"]
     assert "MISSED" in text_of(report)
+
+
+def test_a_mutant_that_stops_a_run_which_its_bug_does_not_stop_is_a_failure_of_the_catalog() -> None:
+    (verdict,) = judge_mutants([mutant(stops_rank_1, EXPECTED)]).verdicts
+    assert verdict.failed and not verdict.caught
+    assert "the run stopped, which this bug does not: rank 1 failed" in verdict.words
 
 
 def test_a_finding_in_a_plan_that_nobody_broke_is_a_false_alarm() -> None:
