@@ -28,7 +28,7 @@ from .launching.launch import preload, run_ranks
 from .launching.torchrun import failed, gave_up, set_up_within, torchrun_transport, under_torchrun
 from .memory_check import check_memory
 from .monitoring.experimental import experimental_lines
-from .monitoring.metrics import check_place, metrics_file
+from .monitoring.metrics import check_metrics_file, metrics_file
 from .monitoring.prediction import predicted
 from .monitoring.services import check_services
 from .monitoring.shown import Display, Shown
@@ -185,7 +185,7 @@ class Trainer:
         if save_huggingface is not None:
             check_save(only_model(plan, "save_huggingface"), save_huggingface)
             check_room(only_model(plan, "save_huggingface"), save_huggingface)
-        check_place(plan)
+        check_metrics_file(plan)
         check_services(plan)
         self.plan = plan
         self.groups = groups

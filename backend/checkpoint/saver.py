@@ -294,10 +294,11 @@ class Checkpoints:
         assert pending is not None, "something is done"
         answers = gather_values(self._world, pending.task.answer, self._device)
         if errors := [f"rank {rank}: {each['error']}" for rank, each in enumerate(answers) if "error" in each]:
-            whole = "none is whole yet" if self.newest is None else f"--resume goes on from {self.newest}"
+            folder = self._plan.checkpoint.folder
+            before = "there is none before it" if self.newest is None else f"--resume goes on from {self.newest}"
             raise OSError(
-                f"the checkpoint after {pending.steps} steps was not saved: {'; '.join(errors)}. When "
-                f"{self._plan.checkpoint.folder} can be written to again, {whole}"
+                f"the checkpoint after {pending.steps} steps was not saved: {'; '.join(errors)}. See to it that "
+                f"{folder} can be written to; {before}"
             )
         rest = pending.rest
         if rest is None:

@@ -40,7 +40,7 @@ def metrics_file(plan: AnyPlan, otherwise: str | None = None) -> str | None:
     return otherwise if folder is None or is_url(folder) else str(Path(folder) / IN_CHECKPOINTS)
 
 
-def check_place(plan: AnyPlan) -> None:
+def check_metrics_file(plan: AnyPlan) -> None:
     """Raises `PlanError` where `log.file` cannot be the file of metrics: its folder is missing or cannot be written to,
     or it holds something else, which a run would write over."""
     if plan.log.file is None:

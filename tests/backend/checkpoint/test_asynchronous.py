@@ -87,6 +87,7 @@ def test_what_a_writer_cannot_do_ends_the_run_with_rank_and_file(asynchronous, t
         pool.run(train_rank, TrainJob(plan, validate=False, on_step=leave_little_room))
     what = "OSError: the checkpoint after 1 steps was not saved: rank 0: OSError: [Errno 27] File too large: "
     assert f"{what}'{tmp_path}/step-00000001.partial/__0_0.distcp'" in str(failure.value)
+    assert f"See to it that {tmp_path} can be written to; there is none before it" in str(failure.value)
     assert saved_in(tmp_path) == []
 
 

@@ -12,7 +12,7 @@ from helpers.paths import DATA
 from helpers.plans import training_plan
 from shardproof import Trainer, simulate
 from shardproof.backend.checkpoint.resume import path_of
-from shardproof.backend.monitoring.metrics import check_place, metrics_file
+from shardproof.backend.monitoring.metrics import check_metrics_file, metrics_file
 from shardproof.backend.monitoring.prediction import predicted
 from shardproof.core.base.errors import FileError, PlanError
 from shardproof.core.base.metrics import read_metrics
@@ -95,7 +95,7 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path):
     with pytest.raises(PlanError, match="holds something else"):
         Trainer(plan)
     with pytest.raises(PlanError, match="folder that is not there"):
-        check_place(replace(plan, log=Log(file=str(tmp_path / "none" / "run.jsonl"))))
+        check_metrics_file(replace(plan, log=Log(file=str(tmp_path / "none" / "run.jsonl"))))
     with pytest.raises(FileError, match=r"thesis.txt:1: this is no metrics"):
         read_metrics(file)
     assert file.read_text() == "Chapter 1\n"
